@@ -1,0 +1,58 @@
+# A contributor's day: make setup, make check, make test. A newcomer's minute: make demo.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INIT := src/sandlot/drivers/native/bin/sandlot-init
+RUN ?= runs/demo
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test check ci format clean
+help:
+	@echo "make demo    set up, then train an agent in real sandboxes (about 5 minutes)"
+	@echo "make test    set up, then run the tests"
+	@echo "make setup   make .venv and install everything into it"
+	@echo "make check   format, lint, types, C warnings, layers"
+	@echo "make ci      check, then test: what continuous integration runs"
+
+setup: $(VENV)/.installed $(INIT)
+
+$(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than 3.11"; echo; echo "hint: install a newer one and run \`make setup PYTHON=python3.12\`"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) has no venv module"; echo; echo "hint: \`apt install python3-venv\`"; exit 1; }
+	@command -v gcc >/dev/null || \
+	  { echo "error: there is no gcc to build sandlot-init with"; echo; echo "hint: \`apt install gcc libc6-dev\`"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): torch and transformers take a minute or two"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(INIT): $(wildcard init/*.c init/*.h init/Makefile)
+	@$(MAKE) -s -C init
+
+demo: setup
+	$(BIN)/sandlot train recipes/find/demo.toml run_dir=$(RUN)
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+# ruff, strict types over src, C warnings as errors, and the table of who may import whom.
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tools/make_sync.py --check
+	@$(MAKE) -s -C init OUT=build/sandlot-init -B
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+format:
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+ci: check
+	@echo "left out here: recipes/find/demo.toml in full (make demo), bench/ (python bench/box.py)"
+	$(BIN)/python -m pytest -q --durations=10
+
+clean:
+	rm -rf build dist init/build $(INIT)

@@ -1,0 +1,105 @@
+/* What the parts of sandlot-init share: the parsed plan, and one function per part. */
+#ifndef SANDLOT_BOX_H
+#define SANDLOT_BOX_H
+
+#include <linux/filter.h>
+#include <stdint.h>
+#include <sys/resource.h>
+#include <sys/types.h>
+
+#include "wire.h"
+
+/* The control socket, where the node puts it. */
+#define CONTROL_FD 3
+
+enum step_kind {
+	STEP_MOUNT = 1,  /* mount(source, target, text = fstype, data, flags) */
+	STEP_MKDIR = 2,  /* mkdir(target, flags = mode), an existing directory is fine; the mode is set either way */
+	STEP_SYMLINK = 3, /* symlink(source, target) */
+	STEP_WRITE = 4,  /* write `source` to the file target */
+	STEP_CLONE = 5,  /* slot = open_tree(source), with what is mounted below it */
+	STEP_ATTACH = 6, /* move the tree in slot to target, made if missing; flags: ATTACH_* */
+	STEP_PIVOT = 7,  /* target becomes the root; the old one stays reachable for the mounts that need it */
+	STEP_DETACH = 8, /* the old root goes away */
+	STEP_LOOPBACK = 9, /* bring 127.0.0.1 up */
+	STEP_HOSTNAME = 10, /* sethostname(source) */
+	STEP_BIND = 11,  /* clone source and attach it to target, for what is visible on both sides */
+};
+
+#define ATTACH_READ_ONLY 1
+#define ATTACH_NODEV 2
+#define ATTACH_NOSUID 4
+#define ATTACH_NOEXEC 8
+#define ATTACH_OPTIONAL 16 /* a source that does not exist is passed over */
+#define ATTACH_IF_PRESENT 32 /* so is a target that does not exist, instead of being made */
+
+struct step_head {
+	uint32_t kind;
+	int32_t slot; /* index among the plan's descriptors, then of trees made by STEP_CLONE; -1: none */
+	uint64_t flags;
+};
+
+struct step {
+	struct step_head head;
+	const char *source, *target, *text, *data;
+};
+
+struct limit {
+	uint32_t resource, unused;
+	uint64_t soft, hard;
+};
+
+#define STEPS_MAX 256
+#define SLOTS_MAX 128
+#define LIMITS_MAX 16
+#define JOINS_MAX 8
+
+struct plan {
+	uint32_t host_id; /* UINT32_MAX: stay who you are */
+	int joins[JOINS_MAX];
+	int join_count;
+	struct step steps[STEPS_MAX];
+	int step_count;
+	struct limit limits[LIMITS_MAX];
+	int limit_count;
+	uint64_t caps;
+	uint32_t setuid;
+	uint64_t lifetime_ms; /* 0: none */
+	struct sock_fprog filter;
+	int slots[SLOTS_MAX]; /* trees: those passed, then those made by STEP_CLONE */
+	int slot_count;
+};
+
+/* mounts.c: carry out one step; dies on failure. */
+void step_do(struct plan *plan, const struct step *step);
+
+/* confine.c: in PID 1, once, after the mounts. Dies on failure. */
+void confine(const struct plan *plan);
+
+/* pid1.c: serve requests until the node goes away or the lifetime ends; never returns. */
+_Noreturn void pid1(const struct plan *plan);
+
+/* A child of PID 1 that is not reaped yet. */
+struct child {
+	pid_t pid;
+	uint32_t id;   /* of the request that made it */
+	int kind;      /* CHILD_* */
+	int error_fd;  /* CHILD_RUN: exec's errno comes here; -1 otherwise */
+};
+enum { CHILD_RUN = 1, CHILD_OPEN = 2 };
+
+/* What a child could not do before exec: sent through error_fd as it stands. */
+struct failure {
+	int error;
+	char step[16];
+};
+
+/* spawn.c: fork and exec what the message asks for. 0 and *out, or an errno. Takes the message's descriptors. */
+int spawn(struct message *message, struct child *out);
+/* open.c: fork a child that opens a path and answers by itself. 0 and *out, or an errno. */
+int open_inside(const struct message *message, struct child *out);
+/* listen.c: a socket inside the box's network. A descriptor, or -1 with errno. */
+int listen_inside(uint32_t port);
+int connect_inside(uint32_t port);
+
+#endif

@@ -1,0 +1,204 @@
+/* sandlot-init: makes one box and stays in it as PID 1.
+ *
+ * This file reads as the checklist for making a box. It holds no policy: what to mount, limit and deny comes in the
+ * plan. The node starts it with the control socket as descriptor 3 and nothing else.
+ *
+ * Failure rule: before "ready" any failure dies naming step, path and meaning; after it nothing exits on a request.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "box.h"
+#include "say.h"
+#include "wire.h"
+
+#define NAMESPACES \
+	(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
+
+static struct plan plan = {.host_id = UINT32_MAX, .caps = 0};
+
+static _Noreturn void bad_plan(const char *what)
+{
+	die(EBADMSG, "plan", what);
+}
+
+static void parse_step(const struct view *field)
+{
+	struct step *step = &plan.steps[plan.step_count];
+	const char **strings[] = {&step->source, &step->target, &step->text, &step->data};
+	const char *at = field->payload + sizeof step->head;
+	const char *end = field->payload + field->length;
+
+	if (plan.step_count == STEPS_MAX)
+		bad_plan("has too many steps");
+	if (field->length < sizeof step->head)
+		bad_plan("has a short step");
+	memcpy(&step->head, field->payload, sizeof step->head);
+	for (size_t i = 0; i < sizeof strings / sizeof *strings; i++) {
+		const char *nul = at < end ? memchr(at, 0, (size_t)(end - at)) : NULL;
+		if (!nul)
+			bad_plan("has a step without its strings");
+		*strings[i] = at;
+		at = nul + 1;
+	}
+	plan.step_count++;
+}
+
+static int passed(const struct view *field, const struct message *message)
+{
+	uint32_t index;
+
+	if (field_u32(field, &index) < 0 || index >= (uint32_t)message->fd_count)
+		bad_plan("names a descriptor that was not passed");
+	return message->fds[index];
+}
+
+/* The whole plan is parsed before the first namespace call. It points into the message, which stays. */
+static void parse_plan(struct message *message)
+{
+	struct view field;
+	uint32_t offset = 0;
+	int more, bad = 0;
+
+	while ((more = field_next(message, &offset, &field)) > 0) {
+		switch (field.key) {
+		case FIELD_HOST_ID: bad = field_u32(&field, &plan.host_id); break;
+		case FIELD_CAPS: bad = field_u64(&field, &plan.caps); break;
+		case FIELD_SETUID: bad = field_u32(&field, &plan.setuid); break;
+		case FIELD_LIFETIME: bad = field_u64(&field, &plan.lifetime_ms); break;
+		case FIELD_STEP: parse_step(&field); break;
+		case FIELD_JOIN:
+			if (plan.join_count == JOINS_MAX)
+				bad_plan("joins too many cgroups");
+			plan.joins[plan.join_count++] = passed(&field, message);
+			break;
+		case FIELD_RLIMIT:
+			if (plan.limit_count == LIMITS_MAX || field.length != sizeof(struct limit))
+				bad_plan("has a malformed limit");
+			memcpy(&plan.limits[plan.limit_count++], field.payload, sizeof(struct limit));
+			break;
+		case FIELD_SECCOMP:
+			if (field.length % sizeof(struct sock_filter) || field.length / sizeof(struct sock_filter) > 4096)
+				bad_plan("has a malformed seccomp filter");
+			plan.filter.len = (unsigned short)(field.length / sizeof(struct sock_filter));
+			plan.filter.filter = malloc(field.length); /* aligned, unlike the field */
+			if (!plan.filter.filter)
+				die(ENOMEM, "plan", "");
+			memcpy(plan.filter.filter, field.payload, field.length);
+			break;
+		default: bad_plan("has a field that this helper does not know (node and helper differ in version)");
+		}
+		if (bad)
+			bad_plan("has a malformed field");
+	}
+	if (more < 0)
+		bad_plan("is malformed");
+	for (int i = 0; i < message->fd_count; i++) {
+		int joined = 0;
+		for (int j = 0; j < plan.join_count; j++)
+			joined |= plan.joins[j] == message->fds[i];
+		if (!joined)
+			plan.slots[plan.slot_count++] = message->fds[i];
+	}
+}
+
+static void receive(struct message *message, uint32_t type)
+{
+	int got = wire_receive(CONTROL_FD, message);
+
+	if (got == 0)
+		_exit(1); /* the node went away: nobody is left to tell */
+	if (got < 0)
+		die(errno, "plan", "could not be read");
+	if (message->head.type != type)
+		bad_plan("came in an unexpected frame");
+}
+
+/* From here on in the new namespaces. */
+static _Noreturn void inside(void)
+{
+	struct message mapped;
+	struct reply ready;
+
+	/* The parent leaves at once; the node, whose child this is (CLONE_PARENT), writes the id maps and says so. */
+	receive(&mapped, FRAME_MAPPED);
+	message_free(&mapped);
+	if (setresgid(0, 0, 0) < 0 || setresuid(0, 0, 0) < 0)
+		die(errno, "ids", "root inside is not mapped");
+	/* A fresh dumpable flag would let the payload read our descriptors through /proc/1. */
+	if (prctl(PR_SET_DUMPABLE, 0) < 0)
+		die(errno, "dumpable", "");
+	umask(0);
+	if (mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0)
+		die(errno, "mount", "/ as private");
+	for (int i = 0; i < plan.step_count; i++)
+		step_do(&plan, &plan.steps[i]);
+	umask(022);
+	syscall(SYS_close_range, CONTROL_FD + 1, ~0u, 0); /* trees and cgroup files have done their work */
+	confine(&plan);
+
+	reply_start(&ready, FRAME_READY, 0);
+	if (reply_send(CONTROL_FD, &ready, -1) < 0)
+		_exit(1);
+	pid1(&plan);
+}
+
+int main(void)
+{
+	static struct message message;
+	struct reply reply;
+	sigset_t all;
+
+	say_socket = CONTROL_FD;
+	/* Anything inherited beyond the control socket would keep other boxes' sockets open and them alive. */
+	if (syscall(SYS_close_range, CONTROL_FD + 1, ~0u, 0) < 0)
+		for (int fd = CONTROL_FD + 1; fd < 65536; fd++)
+			close(fd);
+	fcntl(CONTROL_FD, F_SETFD, FD_CLOEXEC);
+	receive(&message, FRAME_PLAN);
+	parse_plan(&message);
+
+	/* Signals are blocked first and read from one descriptor; faults keep their default and end the box. */
+	sigfillset(&all);
+	sigdelset(&all, SIGSEGV);
+	sigdelset(&all, SIGBUS);
+	sigdelset(&all, SIGILL);
+	sigdelset(&all, SIGFPE);
+	sigdelset(&all, SIGABRT);
+	sigprocmask(SIG_SETMASK, &all, NULL);
+	setsid();
+
+	for (int i = 0; i < plan.join_count; i++)
+		if (write(plan.joins[i], "0", 1) < 0)
+			die(errno, "cgroup", "could not be joined");
+	if (plan.host_id != UINT32_MAX) {
+		/* The box's own id is taken *before* the user namespace is made: per-user kernel quotas (inotify, mqueue,
+		 * pending signals, namespaces) are charged to its creator, and one box must not exhaust them for all. */
+		if (setgroups(0, NULL) < 0 || setresgid(plan.host_id, plan.host_id, plan.host_id) < 0 ||
+		    setresuid(plan.host_id, plan.host_id, plan.host_id) < 0)
+			die(errno, "ids", "the box's own host id could not be taken");
+	}
+
+	/* clone, not unshare: a pid namespace holds children only. CLONE_PARENT makes the new PID 1 the node's child,
+	 * so that this process can leave and costs no memory. */
+	long pid = syscall(SYS_clone, (unsigned long)(NAMESPACES | CLONE_PARENT | SIGCHLD), 0, 0, 0, 0);
+	if (pid < 0)
+		die(errno, "namespaces", "");
+	if (pid == 0)
+		inside();
+	reply_start(&reply, FRAME_PID, 0);
+	reply_u32(&reply, FIELD_PID, (uint32_t)pid);
+	return reply_send(CONTROL_FD, &reply, -1) < 0;
+}

@@ -1,0 +1,217 @@
+/* One function per kind of step, in the order in which a plan uses them. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <net/if.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "box.h"
+#include "say.h"
+
+#ifndef OPEN_TREE_CLONE
+#define OPEN_TREE_CLONE 1
+#endif
+#ifndef AT_RECURSIVE
+#define AT_RECURSIVE 0x8000
+#endif
+#ifndef MOVE_MOUNT_F_EMPTY_PATH
+#define MOVE_MOUNT_F_EMPTY_PATH 4
+#endif
+
+/* struct mount_attr of linux/mount.h, which clashes with sys/mount.h in older headers. */
+struct attributes {
+	uint64_t set, clear, propagation, userns_fd;
+};
+enum { ATTR_RDONLY = 1, ATTR_NOSUID = 2, ATTR_NODEV = 4, ATTR_NOEXEC = 8 };
+
+static int old_root = -1;
+
+static int clone_tree(const char *source)
+{
+	return (int)syscall(SYS_open_tree, AT_FDCWD, source, OPEN_TREE_CLONE | AT_RECURSIVE | O_CLOEXEC);
+}
+
+static void make_parents(const char *target)
+{
+	char path[4096];
+
+	if (strlen(target) >= sizeof path)
+		die(ENAMETOOLONG, "mkdir", target);
+	strcpy(path, target);
+	for (char *at = path + 1; (at = strchr(at, '/')); at++) {
+		*at = 0;
+		if (mkdir(path, 0755) < 0 && errno != EEXIST)
+			die(errno, "mkdir", path);
+		*at = '/';
+	}
+}
+
+/* A mount point of the same kind as what is mounted on it. */
+static void make_target(int tree, const char *target)
+{
+	struct stat what;
+
+	if (access(target, F_OK) == 0)
+		return;
+	if (fstat(tree, &what) < 0)
+		die(errno, "stat", target);
+	make_parents(target);
+	if (S_ISDIR(what.st_mode)) {
+		if (mkdir(target, 0755) < 0 && errno != EEXIST)
+			die(errno, "mkdir", target);
+	} else {
+		int fd = open(target, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+		if (fd < 0)
+			die(errno, "create", target);
+		close(fd);
+	}
+}
+
+/* Kernels before 5.12 have no mount_setattr: there the same flags go on by remounting, below the top mount only. */
+static void restrict_old(const char *target, uint64_t flags)
+{
+	unsigned long ms = MS_REMOUNT | MS_BIND;
+
+	ms |= flags & ATTACH_READ_ONLY ? MS_RDONLY : 0;
+	ms |= flags & ATTACH_NODEV ? MS_NODEV : 0;
+	ms |= flags & ATTACH_NOSUID ? MS_NOSUID : 0;
+	ms |= flags & ATTACH_NOEXEC ? MS_NOEXEC : 0;
+	if (mount(NULL, target, NULL, ms, NULL) < 0)
+		die(errno, "mount", target);
+}
+
+static void attach(int tree, const char *target, uint64_t flags)
+{
+	struct attributes attributes = {0};
+	int old_kernel = 0;
+
+	attributes.set |= flags & ATTACH_READ_ONLY ? ATTR_RDONLY : 0;
+	attributes.set |= flags & ATTACH_NODEV ? ATTR_NODEV : 0;
+	attributes.set |= flags & ATTACH_NOSUID ? ATTR_NOSUID : 0;
+	attributes.set |= flags & ATTACH_NOEXEC ? ATTR_NOEXEC : 0;
+	if (attributes.set &&
+	    syscall(SYS_mount_setattr, tree, "", AT_EMPTY_PATH | AT_RECURSIVE, &attributes, sizeof attributes) < 0) {
+		if (errno != ENOSYS)
+			die(errno, "mount flags", target);
+		old_kernel = 1;
+	}
+	make_target(tree, target);
+	if (syscall(SYS_move_mount, tree, "", AT_FDCWD, target, MOVE_MOUNT_F_EMPTY_PATH) < 0)
+		die(errno, "mount", target);
+	if (old_kernel)
+		restrict_old(target, flags);
+}
+
+static void bind_step(const struct step *step)
+{
+	int tree;
+
+	if (step->head.flags & ATTACH_IF_PRESENT && access(step->target, F_OK) < 0)
+		return;
+	tree = clone_tree(step->source);
+	if (tree < 0) {
+		if (errno == ENOENT && step->head.flags & ATTACH_OPTIONAL)
+			return;
+		die(errno, "open", step->source);
+	}
+	attach(tree, step->target, step->head.flags);
+	close(tree);
+}
+
+static int *slot_of(struct plan *plan, const struct step *step)
+{
+	if (step->head.slot < 0 || step->head.slot >= plan->slot_count)
+		die(EBADMSG, "plan", "names a slot that is empty");
+	return &plan->slots[step->head.slot];
+}
+
+static void write_step(const struct step *step)
+{
+	size_t length = strlen(step->source);
+	int fd = open(step->target, O_WRONLY | O_CLOEXEC);
+
+	if (fd < 0 && errno == ENOENT && step->head.flags & ATTACH_OPTIONAL)
+		return;
+	if (fd < 0 || write(fd, step->source, length) != (ssize_t)length)
+		die(errno, "write", step->target);
+	close(fd);
+}
+
+static void mkdir_step(const struct step *step)
+{
+	if (mkdir(step->target, (mode_t)step->head.flags) < 0 && errno != EEXIST)
+		die(errno, "mkdir", step->target);
+}
+
+/* pivot_root(".", ".") stacks the old root on the new one, so that no directory for it is needed inside. Paths resolve
+ * in the new root from here on, so no symlink of the image can lead out; the old root stays mounted until
+ * STEP_DETACH because a new proc may be mounted only while another one is fully visible. */
+static void pivot_step(const struct step *step)
+{
+	old_root = open("/", O_DIRECTORY | O_PATH | O_CLOEXEC);
+	if (old_root < 0 || chdir(step->target) < 0 || syscall(SYS_pivot_root, ".", ".") < 0)
+		die(errno, "pivot_root", step->target);
+	if (chdir("/") < 0)
+		die(errno, "chdir", "/");
+}
+
+static void detach_step(void)
+{
+	if (fchdir(old_root) < 0 || umount2(".", MNT_DETACH) < 0 || chdir("/") < 0)
+		die(errno, "unmount", "the old root");
+	close(old_root);
+}
+
+static void loopback_step(void)
+{
+	struct ifreq request = {.ifr_name = "lo"};
+	int sock = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+
+	request.ifr_flags = IFF_UP | IFF_RUNNING;
+	if (sock < 0 || ioctl(sock, SIOCSIFFLAGS, &request) < 0)
+		die(errno, "loopback", "");
+	close(sock);
+}
+
+void step_do(struct plan *plan, const struct step *step)
+{
+	switch (step->head.kind) {
+	case STEP_MOUNT:
+		if (mount(step->source, step->target, step->text, (unsigned long)step->head.flags,
+			  *step->data ? step->data : NULL) < 0)
+			die(errno, "mount", step->target);
+		break;
+	case STEP_MKDIR: mkdir_step(step); break;
+	case STEP_SYMLINK:
+		if (symlink(step->source, step->target) < 0 && errno != EEXIST)
+			die(errno, "symlink", step->target);
+		break;
+	case STEP_WRITE: write_step(step); break;
+	case STEP_CLONE: {
+		int tree = clone_tree(step->source);
+		if (tree < 0)
+			die(errno, "open", step->source);
+		if (plan->slot_count == SLOTS_MAX)
+			die(EBADMSG, "plan", "has too many trees");
+		plan->slots[plan->slot_count++] = tree;
+		break;
+	}
+	case STEP_ATTACH: attach(*slot_of(plan, step), step->target, step->head.flags); break;
+	case STEP_BIND: bind_step(step); break;
+	case STEP_PIVOT: pivot_step(step); break;
+	case STEP_DETACH: detach_step(); break;
+	case STEP_LOOPBACK: loopback_step(); break;
+	case STEP_HOSTNAME:
+		if (sethostname(step->source, strlen(step->source)) < 0)
+			die(errno, "hostname", step->source);
+		break;
+	default: die(EBADMSG, "plan", "has a step that this helper does not know");
+	}
+}

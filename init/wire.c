@@ -1,0 +1,200 @@
+#include "wire.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static int read_all(int sock, char *into, size_t length)
+{
+	while (length > 0) {
+		ssize_t got = recv(sock, into, length, 0);
+		if (got < 0 && errno == EINTR)
+			continue;
+		if (got <= 0)
+			return got == 0 ? 0 : -1;
+		into += got;
+		length -= (size_t)got;
+	}
+	return 1;
+}
+
+/* Descriptors ride on the first byte of a frame, so the header is read with recvmsg and the body with recv. */
+int wire_receive(int sock, struct message *out)
+{
+	union {
+		char space[CMSG_SPACE(sizeof(int) * FDS_MAX)];
+		struct cmsghdr align;
+	} control;
+	struct iovec io = {&out->head, sizeof out->head};
+	struct msghdr msg = {
+		.msg_iov = &io, .msg_iovlen = 1, .msg_control = control.space, .msg_controllen = sizeof control.space};
+	ssize_t got;
+
+	out->body = NULL;
+	out->fd_count = 0;
+	do
+		got = recvmsg(sock, &msg, MSG_CMSG_CLOEXEC);
+	while (got < 0 && errno == EINTR);
+	if (got <= 0)
+		return got == 0 ? 0 : -1;
+
+	for (struct cmsghdr *c = CMSG_FIRSTHDR(&msg); c; c = CMSG_NXTHDR(&msg, c)) {
+		if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
+			continue;
+		int count = (int)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+		memcpy(out->fds, CMSG_DATA(c), sizeof(int) * (size_t)count);
+		out->fd_count = count;
+	}
+	if ((size_t)got < sizeof out->head) {
+		int rest = read_all(sock, (char *)&out->head + got, sizeof out->head - (size_t)got);
+		if (rest <= 0) {
+			message_free(out);
+			return rest;
+		}
+	}
+	if (out->head.length > FRAME_MAX) {
+		message_free(out);
+		errno = EBADMSG;
+		return -1;
+	}
+	out->body = malloc(out->head.length ? out->head.length : 1);
+	if (!out->body) {
+		message_free(out);
+		errno = ENOMEM;
+		return -1;
+	}
+	if (out->head.length > 0) {
+		int rest = read_all(sock, out->body, out->head.length);
+		if (rest <= 0) {
+			message_free(out);
+			return rest;
+		}
+	}
+	return 1;
+}
+
+void message_free(struct message *message)
+{
+	for (int i = 0; i < message->fd_count; i++)
+		if (message->fds[i] >= 0)
+			close(message->fds[i]);
+	message->fd_count = 0;
+	free(message->body);
+	message->body = NULL;
+}
+
+int field_next(const struct message *message, uint32_t *offset, struct view *out)
+{
+	struct field_head head;
+	uint32_t left = message->head.length - *offset;
+
+	if (left == 0)
+		return 0;
+	if (left < sizeof head)
+		return -1;
+	memcpy(&head, message->body + *offset, sizeof head);
+	left -= (uint32_t)sizeof head;
+	if (head.length > left)
+		return -1;
+	out->key = head.key;
+	out->length = head.length;
+	out->payload = message->body + *offset + sizeof head;
+	*offset += (uint32_t)sizeof head + head.length;
+	return 1;
+}
+
+int field_u32(const struct view *field, uint32_t *out)
+{
+	if (field->length != sizeof *out)
+		return -1;
+	memcpy(out, field->payload, sizeof *out);
+	return 0;
+}
+
+int field_u64(const struct view *field, uint64_t *out)
+{
+	if (field->length != sizeof *out)
+		return -1;
+	memcpy(out, field->payload, sizeof *out);
+	return 0;
+}
+
+int field_string(const struct view *field, const char **out)
+{
+	if (field->length == 0 || memchr(field->payload, 0, field->length) != field->payload + field->length - 1)
+		return -1;
+	*out = field->payload;
+	return 0;
+}
+
+void reply_start(struct reply *reply, uint32_t type, uint32_t id)
+{
+	reply->head = (struct header){type, id, 0};
+}
+
+static void reply_bytes(struct reply *reply, uint16_t key, const void *value, uint32_t length)
+{
+	struct field_head head = {key, 0, length};
+
+	if (reply->head.length + sizeof head + length > sizeof reply->body)
+		return; /* only over-long words could come here, and those are cut by reply_string */
+	memcpy(reply->body + reply->head.length, &head, sizeof head);
+	memcpy(reply->body + reply->head.length + sizeof head, value, length);
+	reply->head.length += (uint32_t)sizeof head + length;
+}
+
+void reply_u32(struct reply *reply, uint16_t key, uint32_t value)
+{
+	reply_bytes(reply, key, &value, sizeof value);
+}
+
+void reply_u64(struct reply *reply, uint16_t key, uint64_t value)
+{
+	reply_bytes(reply, key, &value, sizeof value);
+}
+
+void reply_string(struct reply *reply, uint16_t key, const char *value)
+{
+	char cut[1024];
+	size_t length = strnlen(value, sizeof cut - 1);
+
+	memcpy(cut, value, length);
+	cut[length] = 0;
+	reply_bytes(reply, key, cut, (uint32_t)length + 1);
+}
+
+int reply_send(int sock, const struct reply *reply, int fd)
+{
+	union {
+		char space[CMSG_SPACE(sizeof(int))];
+		struct cmsghdr align;
+	} control;
+	struct iovec io[2] = {{(void *)&reply->head, sizeof reply->head}, {(void *)reply->body, reply->head.length}};
+	struct msghdr msg = {.msg_iov = io, .msg_iovlen = 2};
+	size_t size = sizeof reply->head + reply->head.length;
+	ssize_t sent;
+
+	if (fd >= 0) {
+		memset(&control, 0, sizeof control);
+		msg.msg_control = control.space;
+		msg.msg_controllen = sizeof control.space;
+		struct cmsghdr *c = CMSG_FIRSTHDR(&msg);
+		c->cmsg_level = SOL_SOCKET;
+		c->cmsg_type = SCM_RIGHTS;
+		c->cmsg_len = CMSG_LEN(sizeof fd);
+		memcpy(CMSG_DATA(c), &fd, sizeof fd);
+	}
+	do
+		sent = sendmsg(sock, &msg, MSG_NOSIGNAL);
+	while (sent < 0 && errno == EINTR);
+	if (sent < 0)
+		return -1;
+	if ((size_t)sent != size) { /* a frame of this size is one socket buffer: the kernel takes it whole or not at all */
+		errno = EIO;
+		return -1;
+	}
+	return 0;
+}

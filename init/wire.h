@@ -1,0 +1,106 @@
+/* Frames on the control socket, and the descriptors that ride on them. PROTOCOL.md is the specification. */
+#ifndef SANDLOT_WIRE_H
+#define SANDLOT_WIRE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum frame {
+	/* node to box */
+	FRAME_PLAN = 1,
+	FRAME_MAPPED = 2,
+	FRAME_SPAWN = 3,
+	FRAME_KILL = 4,
+	FRAME_LISTEN = 5,
+	FRAME_CONNECT = 6,
+	FRAME_OPEN = 7,
+	/* box to node */
+	FRAME_PID = 100,
+	FRAME_READY = 101,
+	FRAME_DONE = 102,
+	FRAME_EXITED = 103,
+	FRAME_FAILED = 104,
+};
+
+enum field {
+	FIELD_HOST_ID = 1, /* u32: become this uid and gid before the user namespace is made */
+	FIELD_JOIN = 2,    /* u32: write "0" to this passed descriptor (a cgroup.procs) first of all */
+	FIELD_STEP = 3,    /* one step of making the root: struct step_head, then its strings */
+	FIELD_RLIMIT = 4,  /* u32 resource, u32 unused, u64 soft, u64 hard */
+	FIELD_CAPS = 5,    /* u64: the bounding set that stays */
+	FIELD_SETUID = 6,  /* u32: 1 leaves no_new_privs off */
+	FIELD_SECCOMP = 7, /* struct sock_filter[] */
+	FIELD_LIFETIME = 8, /* u64 milliseconds after which the box ends itself */
+	FIELD_ARG = 10,    /* string: argv */
+	FIELD_ENV = 11,    /* string: environment */
+	FIELD_CWD = 12,    /* string */
+	FIELD_USER = 13,   /* u32: uid and gid inside */
+	FIELD_RUN = 14,    /* u32: id of the spawn request that is meant */
+	FIELD_PORT = 15,   /* u32 */
+	FIELD_PATH = 16,   /* string */
+	FIELD_FLAGS = 17,  /* u32: open(2) flags */
+	FIELD_MODE = 18,   /* u32 */
+	FIELD_PARENTS = 19, /* u32: 1 makes missing directories */
+	/* answers */
+	FIELD_ERRNO = 30,  /* u32 */
+	FIELD_WORDS = 31,  /* string: which step failed, on what, and what that means here */
+	FIELD_STATUS = 32, /* u32: exit code */
+	FIELD_SIGNAL = 33, /* u32: ended by this signal */
+	FIELD_CPU_US = 34, /* u64: user and system time, with the children it waited for */
+	FIELD_PID = 35,    /* u32 */
+};
+
+struct header {
+	uint32_t type;
+	uint32_t id; /* chosen by the asker; the answer carries it back */
+	uint32_t length; /* of the fields that follow */
+};
+
+struct field_head {
+	uint16_t key;
+	uint16_t unused;
+	uint32_t length; /* of the payload; a string includes its closing NUL */
+};
+
+/* Longest body that is accepted: 10 MB of environment and some room. */
+#define FRAME_MAX (16u << 20)
+/* Descriptors on one frame. */
+#define FDS_MAX 64
+
+struct message {
+	struct header head;
+	char *body; /* malloc'ed; message_free */
+	int fds[FDS_MAX];
+	int fd_count;
+};
+
+struct view { /* one field of a message; payload points into its body */
+	uint16_t key;
+	uint32_t length;
+	const char *payload;
+};
+
+/* Read one whole frame, blocking. 1: got it; 0: the peer closed; -1: errno (EBADMSG: not a frame). */
+int wire_receive(int sock, struct message *out);
+void message_free(struct message *message);
+
+/* Iterate over the fields: `*offset` starts at 0. 1: a field; 0: the end; -1: malformed. */
+int field_next(const struct message *message, uint32_t *offset, struct view *out);
+/* Payload readers: 0 on success, -1 when the length does not fit the kind. */
+int field_u32(const struct view *field, uint32_t *out);
+int field_u64(const struct view *field, uint64_t *out);
+int field_string(const struct view *field, const char **out);
+
+/* An answer under construction: always small, so it goes out in one piece even when several processes answer. */
+struct reply {
+	struct header head;
+	char body[2048];
+};
+void reply_start(struct reply *reply, uint32_t type, uint32_t id);
+void reply_u32(struct reply *reply, uint16_t key, uint32_t value);
+void reply_u64(struct reply *reply, uint16_t key, uint64_t value);
+void reply_string(struct reply *reply, uint16_t key, const char *value);
+/* fd < 0: none. 0 on success, -1 with errno. */
+int reply_send(int sock, const struct reply *reply, int fd);
+
+#endif

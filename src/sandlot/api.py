@@ -1,0 +1,252 @@
+"""The words that everyone shares: what a sandbox is asked to be, what a command is, what comes back.
+
+SDK, HTTP server, node and drivers use these very models; nothing is renamed on the way. They are frozen values: a
+change is a new one. The file ends with `NodeAPI`, the one interface behind which a sandbox lives, whether in this
+process, behind HTTP or on a cluster.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from sandlot.errors import InvalidRequest
+
+# What a server's in-process handler is: an ASGI application. The node serves it on a listener inside the box.
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+AsgiApp = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(value: object) -> object:
+    """`"512M"`, `"1.5 GiB"` or a plain number, in bytes. Anything but text is left to pydantic."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
+    if not match:
+        raise ValueError(f"{value!r} is not a size; write it as `512M` or `2G`")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+
+# Raw bytes in Python, base64 in JSON. (pydantic's own Base64Bytes would decode bytes given in Python too.)
+Binary = Annotated[
+    bytes,
+    BeforeValidator(lambda value: base64.b64decode(value, validate=True) if isinstance(value, str) else value),
+    PlainSerializer(lambda value: base64.b64encode(value).decode("ascii"), return_type=str, when_used="json"),
+]
+
+
+class Model(BaseModel):
+    """A frozen value that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def invalid(error: ValidationError) -> InvalidRequest:
+    """What pydantic found wrong, as one sentence that names the field: `limits.memory: Input should be …`."""
+    found = [
+        f"{'.'.join(map(str, each['loc'])) or 'value'}: {each['msg'].removeprefix('Value error, ')}"
+        for each in error.errors()
+    ]
+    return InvalidRequest("; ".join(found))
+
+
+class Limits(Model):
+    """What one sandbox may use. A limit named by the user is refused where the host cannot keep it; a default is kept
+    as far as the host can, and `Info.losses` names what is not kept."""
+
+    memory: Bytes = Field(default=2 << 30, description="bytes of memory, its private files included")
+    pids: int = Field(default=512, ge=2, description="processes and threads")
+    cpus: float | None = Field(default=None, gt=0, description="CPU seconds per second; None: no quota")
+    disk: Bytes = Field(default=1 << 30, description="bytes of files that the sandbox may write")
+    inodes: int = Field(default=100_000, ge=64, description="files that the sandbox may make")
+    open_files: int = Field(default=4096, ge=16, description="descriptors per process")
+
+
+class Volume(Model):
+    """A host directory or file that is seen inside."""
+
+    source: str = Field(description="absolute path on the host")
+    target: str = Field(pattern=r"^/[^\x00]*$", description="absolute path inside")
+    read_only: bool = True
+
+
+class SandboxSpec(Model):
+    """What a sandbox is asked to be."""
+
+    image: str = Field(default="host", description="name of an image; `host` is this machine's /usr over a bare root")
+    env: dict[str, str] = Field(default_factory=dict, description="environment of every command")
+    cwd: str = Field(default="/root", description="working directory of a command that names none")
+    hostname: str = Field(default="sandlot", pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,62}$")
+    limits: Limits = Limits()
+    volumes: tuple[Volume, ...] = ()
+    labels: dict[str, str] = Field(default_factory=dict)
+    setuid: bool = Field(default=False, description="let setuid programs gain ids inside (turns no_new_privs off)")
+    lifetime: float | None = Field(default=None, gt=0, description="seconds until the sandbox ends by itself")
+    idle_timeout: float | None = Field(default=None, gt=0, description="seconds without work until it ends")
+
+
+class Run(Model):
+    """One command: a program with its arguments, not shell text. `Sandbox.run` wraps shell text as `sh -c TEXT`."""
+
+    argv: tuple[str, ...] = Field(min_length=1)
+    env: dict[str, str] = Field(default_factory=dict, description="added to the sandbox's environment")
+    cwd: str | None = Field(default=None, description="None: the sandbox's")
+    user: int = Field(default=0, ge=0, le=65_535, description="numeric user and group inside")
+    stdin: Binary = Field(default=b"", description="bytes on standard input; base64 in JSON")
+    timeout: float | None = Field(default=300.0, gt=0, description="seconds; at the end the whole tree is killed")
+    output_cap: Bytes = Field(default=1 << 20, description="bytes kept of each stream: its head and its tail")
+
+
+class Output(Model):
+    """One stream of a finished command. `data` is at most `output_cap` long; `total` is what the command wrote."""
+
+    data: Binary = b""
+    total: int = 0
+
+    @property
+    def truncated(self) -> bool:
+        return self.total > len(self.data)
+
+    @property
+    def text(self) -> str:
+        return self.data.decode("utf-8", "replace")
+
+
+class RunResult(Model):
+    """How a command went. Never an exception: a failure of the command is a value here."""
+
+    exit_code: int = Field(description="the program's own, 128 + signal, 127 not found, 126 not executable")
+    signal: int | None = None
+    timed_out: bool = False
+    oom: bool = Field(default=False, description="the kernel killed it, or one of its children, for memory")
+    out: Output = Output()
+    err: Output = Output()
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def stdout(self) -> str:
+        return self.out.text
+
+    @property
+    def stderr(self) -> str:
+        return self.err.text
+
+
+class Ending(StrEnum):
+    """Why a sandbox ended: exactly one of these, once."""
+
+    EXIT = "exit"  # its owner closed it
+    KILLED = "killed"  # somebody else asked for its end
+    OOM = "oom"  # the helper itself was killed for memory
+    IDLE = "idle"  # nothing was run for `idle_timeout`
+    LIFETIME = "lifetime"  # its `lifetime` ran out
+    ORPHANED = "orphaned"  # its node died and did not come back in time
+    HELPER_DIED = "helper_died"  # sandlot-init was killed or crashed
+    PREEMPTED = "preempted"  # made room for something more urgent
+    DRAINED = "drained"  # its host is being taken out of service
+    NODE_LOST = "node_lost"  # its host vanished
+    START_FAILED = "start_failed"  # it never came to be
+
+
+class Info(Model):
+    """What is known of a sandbox; can be asked for an hour after its end."""
+
+    id: str
+    image: str
+    state: Literal["running", "ended"]
+    created_at: float = Field(description="Unix time, seconds")
+    ended_at: float | None = None
+    ending: Ending | None = None
+    detail: str | None = Field(default=None, description="one sentence about the ending, where there is more to say")
+    labels: dict[str, str] = Field(default_factory=dict)
+    losses: tuple[str, ...] = Field(default=(), description="defaults that this host does not keep, one sentence each")
+
+
+class Capability(Model):
+    """One promise on this host. `doctor` prints one line for each."""
+
+    name: str
+    state: Literal["kept", "loss", "impossible"]
+    found: str = Field(description="what was tried and what came back")
+    fix: str | None = Field(default=None, description="a command or setting that would help")
+
+
+class Upstream(Model):
+    """A URL that answers what a box asks on a routed port, with headers that the box never sees."""
+
+    url: str = Field(pattern=r"^https?://", description="requests go to url + their own path")
+    headers: dict[str, str] = Field(default_factory=dict)
+
+
+# Who answers on a routed port: an application in this process, or a URL.
+Target = AsgiApp | Upstream
+
+
+class NodeAPI(Protocol):
+    """Where sandboxes live. Implemented by `node.Node` (this host) and `client.HttpNode` (a server).
+
+    Every method raises NotFound for an id that never was, SandboxEnded for one that has ended, HostFault when the
+    host is in trouble; and has a deadline of its own.
+    """
+
+    async def create(self, spec: SandboxSpec) -> Info:
+        """Make a sandbox and return when a command can run in it. Raises InvalidRequest, NotFound (image),
+        Unsupported, StartFailed."""
+        ...
+
+    async def info(self, sandbox_id: str) -> Info:
+        """What is known of it, running or ended. Does not renew its idle time; never raises SandboxEnded."""
+        ...
+
+    async def run(self, sandbox_id: str, run: Run) -> RunResult:
+        """Run a command to its end. If the sandbox ends meanwhile, SandboxEnded."""
+        ...
+
+    async def read_file(self, sandbox_id: str, path: str) -> bytes:
+        """The bytes of a regular file inside. Raises NotFound, InvalidRequest (a directory, too large)."""
+        ...
+
+    async def write_file(self, sandbox_id: str, path: str, data: bytes, mode: int = 0o644) -> None:
+        """Make or replace a file inside; missing parents are made."""
+        ...
+
+    async def route(self, sandbox_id: str, port: int, target: Target) -> None:
+        """Serve `target` on 127.0.0.1:port inside the sandbox, which needs no network for it. Raises Conflict."""
+        ...
+
+    async def destroy(self, sandbox_id: str, ending: Ending = Ending.EXIT) -> Info:
+        """End it; idempotent. When this returns no process of it is left."""
+        ...
+
+    async def capabilities(self) -> list[Capability]:
+        """What this host keeps of what Sandlot promises."""
+        ...
+
+    async def counts(self) -> dict[str, int]:
+        """How many creates were begun ("created"), how many sandboxes live or are being made ("running"), and how
+        many ended in each way (the values of `Ending`). created = running + the sum of the endings, always."""
+        ...
+
+    async def close(self) -> None:
+        """End what this object owns: an embedded node ends its sandboxes, a client only its connections."""
+        ...
+
+    # The last one, because below it in a class body `list` is this method and no longer the type.
+    async def list(self) -> list[Info]:
+        """The running sandboxes."""
+        ...

@@ -1,0 +1,110 @@
+"""Image names to read-only directories on disk.
+
+Owns `images/` in a node's directory. Knows one image so far: `host`, a bare root of a few files over which this
+machine's /usr and the interpreter that runs sandlot are mounted read-only. Nothing of the host's /home, /root, /var,
+/run or /tmp is in it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandlot.errors import HostFault, NotFound
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """`root` is a directory that becomes the lowest layer; `binds` are host trees mounted over it, (source, target)."""
+
+    name: str
+    root: str
+    binds: tuple[tuple[str, str], ...] = ()
+    path: str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+_FILES = {
+    "etc/passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "etc/group": "root:x:0:\ntty:x:5:\nnogroup:x:65534:\n",
+    "etc/hosts": "127.0.0.1 localhost sandlot\n",
+    "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "etc/resolv.conf": "",
+    "etc/profile": "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nexport PATH\n",
+}
+_DIRECTORIES = {
+    "home": 0o755,
+    "root": 0o700,
+    "var/tmp": 0o1777,
+    "tmp": 0o1777,
+    "run": 0o755,
+    "usr": 0o755,
+    "opt": 0o755,
+    "mnt": 0o755,
+    "srv": 0o755,
+}
+# Host files that programs of the host's /usr need: the linker's cache, and where `awk`, `editor` and so on lead.
+_COPIES = ("etc/ld.so.cache", "etc/ld.so.conf", "etc/alternatives", "etc/localtime")
+_TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+
+
+def interpreter_prefix() -> str:
+    """Where the interpreter that runs sandlot is installed: the base of its virtual environment, if it is in one."""
+    return os.path.realpath(sys.base_prefix)
+
+
+class Images:
+    """The images of one node."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._host: Image | None = None
+
+    def resolve(self, name: str) -> Image:
+        """The image of that name, made ready on first use. Raises NotFound, HostFault (disk)."""
+        if name != "host":
+            raise NotFound(f"there is no image {name!r} on this node", "images that exist: `host`")
+        if self._host is None:
+            try:
+                self._host = _make_host_image(self._directory / "host")
+            except OSError as error:
+                shutil.rmtree(self._directory / "host", ignore_errors=True)
+                raise HostFault(
+                    f"the image `host` could not be written to {self._directory}: {error.strerror}",
+                    "free some space there, or choose another state directory with `--state-dir`",
+                ) from error
+        return self._host
+
+
+def _make_host_image(root: Path) -> Image:
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    root.chmod(0o755)
+    for name, mode in _DIRECTORIES.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name).chmod(mode)
+    (root / "etc").mkdir()
+    for name, text in _FILES.items():
+        (root / name).write_text(text)
+    for name in _COPIES:
+        source = Path("/", name)
+        if source.is_dir():
+            shutil.copytree(source, root / name, symlinks=True)
+        elif source.exists():
+            shutil.copyfile(source.resolve(), root / name)
+    binds = [("/usr", "/usr")]
+    for name in _TOP:
+        top = Path("/", name)
+        if top.is_symlink():
+            (root / name).symlink_to(top.readlink())
+        elif top.is_dir():  # a host whose /bin is not merged into /usr
+            binds.append((str(top), str(top)))
+    os_release = Path("/usr/lib/os-release")
+    if os_release.exists():
+        (root / "etc/os-release").symlink_to("../usr/lib/os-release")
+    prefix = interpreter_prefix()
+    if prefix != "/usr" and not prefix.startswith("/usr/"):
+        binds.append((prefix, prefix))
+    return Image("host", str(root), tuple(binds))

@@ -1,0 +1,267 @@
+"""Limits and kill switches of boxes, through whatever this host lets us make of cgroup v2, v1 or nothing.
+
+Owns one directory per node in each hierarchy that it may write, `sandlot-NODE`, a directory per box in it, and in
+cgroup v2 (which may be bare: a hybrid host keeps the controllers in v1) a directory per run, for its `cgroup.kill`.
+The directories of a node are listed in its own directory before they are made, so that a later node can remove them
+after a crash. Never decides what to do about a limit that cannot be kept: it says which can.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sandlot.api import Limits
+from sandlot.errors import HostFault, StartFailed
+
+_CONTROLLERS = ("memory", "pids", "cpu")
+_LIST = "cgroups"  # the file in a node's directory
+
+
+def mounts(table: str = "/proc/self/mounts") -> tuple[str | None, dict[str, str]]:
+    """Where cgroup v2 is mounted (None: nowhere), and for each v1 controller its mount point."""
+    v2: str | None = None
+    v1: dict[str, str] = {}
+    for line in Path(table).read_text().splitlines():
+        _, point, kind, options, *_ = line.split()
+        if kind == "cgroup2":
+            v2 = v2 or point
+        elif kind == "cgroup":
+            v1 |= {name: point for name in options.split(",") if name in _CONTROLLERS}
+    return v2, v1
+
+
+def own_paths(table: str = "/proc/self/cgroup") -> dict[str, str]:
+    """This process's cgroup in each hierarchy: "" is v2's, else by controller."""
+    found: dict[str, str] = {}
+    for line in Path(table).read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        found |= dict.fromkeys(names.split(","), path)
+    return found
+
+
+def _write(path: Path, value: str) -> bool:
+    try:
+        path.write_text(value)
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class BoxGroup:
+    """The cgroups of one box. `kept` names the limits that are in force."""
+
+    directories: list[Path] = field(default_factory=list)
+    v2: Path | None = None
+    kept: frozenset[str] = frozenset()
+    oom_file: int = -1  # descriptor of the file that counts OOM kills
+    _oom_key: bytes = b"oom_kill "
+    _runs: int = 0
+
+    def procs(self) -> list[int]:
+        """Descriptors of the cgroup.procs files that a process writes "0" to in order to join. Caller closes."""
+        return [os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in self.directories]
+
+    def oom_kills(self) -> int:
+        """How many processes of the box the kernel has killed for memory; 0 where nobody counts."""
+        if self.oom_file < 0:
+            return 0
+        for line in os.pread(self.oom_file, 4096, 0).splitlines():
+            if line.startswith(self._oom_key):
+                return int(line[len(self._oom_key) :])
+        return 0
+
+    def make_run(self) -> RunGroup | None:
+        """A cgroup for one run, where v2 offers `cgroup.kill`."""
+        if self.v2 is None:
+            return None
+        self._runs += 1
+        path = str(self.v2) + f"/run-{self._runs}"
+        try:
+            os.mkdir(path)  # noqa: PTH102  (hot path: a string is enough)
+            return RunGroup(path, os.open(path + "/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise HostFault(f"a cgroup for a run could not be made: {error.strerror}") from error
+
+    def remove(self) -> bool:
+        """Remove the directories; False if something still lives in one."""
+        if self.oom_file >= 0:
+            os.close(self.oom_file)
+            self.oom_file = -1
+        return all([_remove_tree(path) for path in self.directories])  # noqa: C419  (remove each)
+
+
+@dataclass(slots=True)
+class RunGroup:
+    """The cgroup of one run."""
+
+    path: str
+    procs: int
+
+    def kill(self) -> None:
+        """SIGKILL everything in it, at once and without a race."""
+        with suppress(FileNotFoundError):
+            Path(self.path, "cgroup.kill").write_text("1")
+
+    def close(self) -> None:
+        """Let go of it; while background children live in it, it stays until the box ends."""
+        if self.procs >= 0:
+            os.close(self.procs)
+            self.procs = -1
+            with suppress(OSError):
+                os.rmdir(self.path)  # noqa: PTH106  (hot path)
+
+
+def _remove_tree(path: Path) -> bool:
+    try:
+        children = [entry for entry in path.iterdir() if entry.is_dir()]
+    except FileNotFoundError:
+        return True
+    for child in children:
+        _remove_tree(child)
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+class Cgroups:
+    """What one node may do with cgroups. `controllers` maps memory, pids, cpu to "v1" or "v2"."""
+
+    def __init__(self, node: str, directory: Path) -> None:
+        self._name = f"sandlot-{node}"
+        self._list = directory / _LIST
+        self._parents: dict[str, Path] = {}  # controller, or "" for v2, → the node's directory
+        self.controllers: dict[str, str] = {}
+        self.v2_kill = False
+
+    def start(self) -> None:
+        """Find out by trying. Makes the node's directories."""
+        v2, v1 = mounts()
+        own = own_paths()
+        if v2 is not None:
+            self._start_v2(v2, own.get("", "/"))
+        for name, point in v1.items():
+            for base in (point + own.get(name, "/"), point):
+                if self._make(name, Path(base)):
+                    self.controllers[name] = "v1"
+                    break
+
+    def _start_v2(self, point: str, own: str) -> None:
+        # Below our own cgroup if that was delegated to us, else below the root. A cgroup that holds processes cannot
+        # hand controllers to children, so ours usually offers only `cgroup.kill`; the root is exempt from that rule.
+        for base in (Path(point), Path(point + own)):
+            available = (base / "cgroup.controllers").read_text().split() if base.is_dir() else []
+            wanted = [name for name in _CONTROLLERS if name in available]
+            if not self._make("", base):
+                continue
+            for name in wanted:
+                _write(base / "cgroup.subtree_control", f"+{name}")
+            parent = self._parents[""]
+            given = (parent / "cgroup.controllers").read_text().split()
+            for name in wanted:
+                if name in given and _write(parent / "cgroup.subtree_control", f"+{name}"):
+                    self.controllers[name] = "v2"
+            self.v2_kill = (parent / "cgroup.kill").exists()
+            return
+
+    def _make(self, key: str, base: Path) -> bool:
+        path = base / self._name
+        try:
+            with self._list.open("a") as listing:  # written first: a crash in between leaves a name, not a cgroup
+                listing.write(f"{path}\n")
+            path.mkdir(exist_ok=True)
+        except OSError:
+            return False
+        self._parents[key] = path
+        return True
+
+    def make(self, box_id: str, limits: Limits) -> BoxGroup:
+        """The cgroups of a new box, limits in force. Raises StartFailed when the kernel refuses now what it gave
+        before."""
+        group = BoxGroup()
+        kept = set()
+        try:
+            for key, parent in self._parents.items():
+                if key == "cpu" and limits.cpus is None:
+                    continue  # no quota asked for: one directory less to make and remove
+                path = parent / box_id
+                path.mkdir()
+                group.directories.append(path)
+                if key == "":
+                    group.v2 = path if self.v2_kill else None
+                    settings = _v2_settings(limits)
+                else:
+                    settings = _v1_settings(limits)
+                version = "v2" if key == "" else "v1"
+                for controller, files in settings.items():
+                    if self.controllers.get(controller) != version or (key and key != controller):
+                        continue
+                    written = [_write(path / name, value) or optional for name, value, optional in files]
+                    if all(written):
+                        kept.add(controller)
+                    if controller == "memory":
+                        events = "memory.events" if version == "v2" else "memory.oom_control"
+                        group.oom_file = os.open(path / events, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            group.remove()
+            raise StartFailed(
+                f"a cgroup for the sandbox could not be made at {error.filename}: {error.strerror}",
+                "see `cgroup.max.descendants` there, and whether the disk or memory is full",
+            ) from error
+        group.kept = frozenset(kept)
+        return group
+
+    def close(self) -> None:
+        """Remove the node's own directories."""
+        for path in self._parents.values():
+            _remove_tree(path)
+        self._parents.clear()
+
+
+# (file, value, whether the limit stands without it). Swap is off: what is over the limit is killed, not paged.
+_Settings = dict[str, list[tuple[str, str, bool]]]
+
+
+def _v2_settings(limits: Limits) -> _Settings:
+    settings: _Settings = {
+        "memory": [
+            ("memory.max", str(limits.memory), False),
+            ("memory.swap.max", "0", True),
+            ("memory.oom.group", "0", True),
+        ],
+        "pids": [("pids.max", str(limits.pids), False)],
+    }
+    if limits.cpus is not None:
+        settings["cpu"] = [("cpu.max", f"{max(1000, int(limits.cpus * 100_000))} 100000", False)]
+    return settings
+
+
+def _v1_settings(limits: Limits) -> _Settings:
+    memory = str(limits.memory)
+    settings: _Settings = {
+        "memory": [
+            ("memory.limit_in_bytes", memory, False),
+            ("memory.memsw.limit_in_bytes", memory, True),
+            ("memory.swappiness", "0", True),
+        ],
+        "pids": [("pids.max", str(limits.pids), False)],
+    }
+    if limits.cpus is not None:
+        quota = str(max(1000, int(limits.cpus * 100_000)))
+        settings["cpu"] = [("cpu.cfs_period_us", "100000", False), ("cpu.cfs_quota_us", quota, False)]
+    return settings
+
+
+def sweep(directory: Path) -> None:
+    """Remove the cgroups listed in a dead node's directory. Its processes ended with it."""
+    listing = directory / _LIST
+    if listing.exists():
+        for line in listing.read_text().splitlines():
+            _remove_tree(Path(line))

@@ -1,0 +1,204 @@
+"""What sandlot-init shall do for one box, as an ordered list of steps. Pure: decides, touches nothing.
+
+A plan is computed from the spec, the image and what this host allows (`Host`); `box.py` sends it. The order matters and
+is explained where it is not obvious; the kinds of step are those of init/box.h.
+"""
+
+from __future__ import annotations
+
+import resource
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from sandlot.api import SandboxSpec
+from sandlot.drivers.images import Image
+from sandlot.drivers.native.wire import Key, Value
+
+
+class Do(IntEnum):
+    """Kinds of step: enum step_kind in init/box.h."""
+
+    MOUNT = 1
+    MKDIR = 2
+    SYMLINK = 3
+    WRITE = 4
+    CLONE = 5
+    ATTACH = 6
+    PIVOT = 7
+    DETACH = 8
+    LOOPBACK = 9
+    HOSTNAME = 10
+    BIND = 11
+
+
+READ_ONLY, NODEV, NOSUID, NOEXEC, OPTIONAL, IF_PRESENT = 1, 2, 4, 8, 16, 32
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+
+# Inside, root keeps what package managers and services need within the box's own user namespace. Left out on purpose:
+# sys_admin, sys_ptrace, mknod, net_raw, net_admin, sys_module, sys_time, dac_read_search.
+CAPABILITIES = {
+    "chown": 0,
+    "dac_override": 1,
+    "fowner": 3,
+    "fsetid": 4,
+    "kill": 5,
+    "setgid": 6,
+    "setuid": 7,
+    "setpcap": 8,
+    "net_bind_service": 10,
+    "sys_chroot": 18,
+    "setfcap": 31,
+}
+
+# Devices that programs expect. mknod is impossible in a user namespace, so the host's own are bound.
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+# Parts of /proc that tell about, or reach, the host. Hidden files show /dev/null; the rest becomes read-only.
+_PROC_HIDDEN = (
+    "kcore",
+    "keys",
+    "key-users",
+    "timer_list",
+    "sched_debug",
+    "latency_stats",
+    "kmsg",
+    "kallsyms",
+    "config.gz",
+)
+_PROC_READ_ONLY = ("sys", "bus", "fs", "irq", "asound", "acpi", "scsi", "sysrq-trigger")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What this host allows, as `box.py` found it."""
+
+    root: bool  # the node is root: a host id per box, trees are opened and passed by the node
+    stage: str  # a directory that exists on the host; the box is put together on a private mount over it
+    pids_by_cgroup: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    kind: Do
+    source: str = ""
+    target: str = ""
+    text: str = ""
+    data: str = ""
+    flags: int = 0
+    slot: int = -1
+
+    def pack(self) -> bytes:
+        strings = (self.source, self.target, self.text, self.data)
+        return struct.pack("=IiQ", self.kind, self.slot, self.flags) + b"".join(s.encode() + b"\0" for s in strings)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`sources` are host paths whose trees fill the slots 0, 1, … in this order: passed as descriptors by a root node,
+    else opened by the helper itself (the steps then begin with one CLONE for each)."""
+
+    sources: tuple[str, ...]
+    steps: tuple[Step, ...]
+    rlimits: tuple[tuple[int, int], ...]
+    caps: int
+    setuid: bool
+    lifetime_ms: int
+
+    def fields(self, seccomp: bytes, host_id: int | None, joins: range) -> list[tuple[Key, Value]]:
+        """The plan as the fields of its frame. `joins` are the indices of cgroup.procs among the descriptors."""
+        fields: list[tuple[Key, Value]] = [(Key.JOIN, index) for index in joins]
+        if host_id is not None:
+            fields.append((Key.HOST_ID, host_id))
+        fields += [(Key.STEP, step.pack()) for step in self.steps]
+        fields += [(Key.RLIMIT, struct.pack("=IIQQ", kind, 0, value, value)) for kind, value in self.rlimits]
+        fields += [(Key.CAPS, self.caps), (Key.SETUID, int(self.setuid)), (Key.LIFETIME, self.lifetime_ms)]
+        if seccomp:
+            fields.append((Key.SECCOMP, seccomp))
+        return fields
+
+
+def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
+    """The plan for one box."""
+    stage = host.stage
+    # Slot 0 is the image, then its extra trees, then the volumes.
+    binds = [(source, target, READ_ONLY | NODEV) for source, target in image.binds]
+    binds += [
+        (volume.source, volume.target, (READ_ONLY if volume.read_only else 0) | NODEV | NOSUID)
+        for volume in spec.volumes
+    ]
+    sources = (image.root, *(source for source, _, _ in binds))
+    steps: list[Step] = []
+    if not host.root:
+        steps += [Step(Do.CLONE, source) for source in sources]
+
+    # One tmpfs, sized in bytes and inodes and charged to the box's memory, carries the upper directory, /dev and
+    # /dev/shm: few superblocks a box. It is private to the box's mount namespace, so nothing is left on the host.
+    size = f"size={spec.limits.disk},nr_inodes={spec.limits.inodes},mode=0755"
+    steps.append(
+        Step(Do.MOUNT, "sandlot", stage, "tmpfs", size, _MS_NOSUID | _MS_NODEV if not spec.setuid else _MS_NODEV)
+    )
+    steps += [
+        Step(Do.MKDIR, target=f"{stage}/{name}", flags=0o755) for name in ("lower", "upper", "work", "root", "dev")
+    ]
+    steps += [
+        Step(Do.MKDIR, target=f"{stage}/dev/pts", flags=0o755),
+        Step(Do.MKDIR, target=f"{stage}/dev/shm", flags=0o1777),
+        Step(Do.ATTACH, target=f"{stage}/lower", flags=READ_ONLY | NODEV, slot=0),
+        Step(
+            Do.MOUNT,
+            "overlay",
+            f"{stage}/root",
+            "overlay",
+            f"lowerdir={stage}/lower,upperdir={stage}/upper,workdir={stage}/work,userxattr",
+            _MS_NODEV if spec.setuid else _MS_NODEV | _MS_NOSUID,
+        ),
+    ]
+    steps += [Step(Do.BIND, f"/dev/{name}", f"{stage}/dev/{name}", flags=OPTIONAL) for name in _DEVICES]
+    steps += [
+        Step(
+            Do.MOUNT,
+            "devpts",
+            f"{stage}/dev/pts",
+            "devpts",
+            "newinstance,ptmxmode=0666,mode=0620",
+            _MS_NOSUID | _MS_NOEXEC,
+        ),
+        Step(Do.SYMLINK, "pts/ptmx", f"{stage}/dev/ptmx"),
+        Step(Do.SYMLINK, "/proc/self/fd", f"{stage}/dev/fd"),
+        Step(Do.SYMLINK, "/proc/self/fd/0", f"{stage}/dev/stdin"),
+        Step(Do.SYMLINK, "/proc/self/fd/1", f"{stage}/dev/stdout"),
+        Step(Do.SYMLINK, "/proc/self/fd/2", f"{stage}/dev/stderr"),
+        # Cloned before the pivot, attached after it: paths of the image are only ever resolved in the image.
+        Step(Do.CLONE, f"{stage}/dev"),
+        Step(Do.PIVOT, target=f"{stage}/root"),
+    ]
+    dev_slot = len(sources)  # the next after the sources
+    steps += [
+        Step(Do.MKDIR, target="/proc", flags=0o555),
+        Step(Do.MKDIR, target="/sys", flags=0o555),
+        Step(Do.MKDIR, target="/dev", flags=0o755),
+        Step(Do.MOUNT, "proc", "/proc", "proc", "", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC),
+        Step(Do.MOUNT, "sysfs", "/sys", "sysfs", "", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY),
+        Step(Do.ATTACH, target="/dev", slot=dev_slot),
+        # Nested user namespaces multiply what a kernel hole can reach; refused here, the host's setting is untouched.
+        Step(Do.WRITE, "0", "/proc/sys/user/max_user_namespaces", flags=OPTIONAL),
+    ]
+    steps += [Step(Do.BIND, f"/proc/{name}", f"/proc/{name}", flags=READ_ONLY | OPTIONAL) for name in _PROC_READ_ONLY]
+    steps += [Step(Do.BIND, "/dev/null", f"/proc/{name}", flags=IF_PRESENT) for name in _PROC_HIDDEN]
+    steps += [
+        Step(Do.ATTACH, target=target, flags=flags, slot=index + 1) for index, (_, target, flags) in enumerate(binds)
+    ]
+    steps += [Step(Do.DETACH), Step(Do.LOOPBACK), Step(Do.HOSTNAME, spec.hostname)]
+
+    rlimits = [(resource.RLIMIT_NOFILE, spec.limits.open_files), (resource.RLIMIT_CORE, 0)]
+    if not host.pids_by_cgroup:
+        # Counted per user *namespace* by the kernel, so it holds for the box alone.
+        rlimits.append((resource.RLIMIT_NPROC, spec.limits.pids))
+    return Plan(
+        sources=sources,
+        steps=tuple(steps),
+        rlimits=tuple(rlimits),
+        caps=sum(1 << bit for bit in CAPABILITIES.values()),
+        setuid=spec.setuid,
+        lifetime_ms=0 if spec.lifetime is None else max(1, int(spec.lifetime * 1000)),
+    )

@@ -1,0 +1,151 @@
+"""The whole error tree on one page: what each means, its wire code, and the hint a person gets.
+
+The rule: a failure is charged to one boundary and raised once, there. What a program in a box does (a non-zero exit,
+a timeout, an out-of-memory kill) is a *result* with fields, never an exception; an exception means that a promise of
+Sandlot was broken or that the caller asked for something that cannot be had.
+
+    SandlotError
+    ├── InvalidRequest     400 invalid        the caller's words are wrong; nothing was started
+    │   └── RecipeError    400 recipe         a recipe key, value or combination is wrong
+    ├── NotFound           404 not_found      no such sandbox, image, file or run
+    ├── Conflict           409 conflict       the name, key or port is taken
+    ├── SandboxEnded       410 ended          the sandbox is gone; the message says why and when
+    ├── Unsupported        422 unsupported    this host cannot keep what was asked for by name
+    ├── StartFailed        500 start_failed   a sandbox could not be made; the step and errno are named
+    ├── HostFault          507 host_fault     disk full, out of descriptors, a dead helper: the host's trouble
+    ├── DeadlineExceeded   504 deadline       a named wait ran out
+    ├── Unreachable        503 unreachable    no server answers at that address
+    └── TrainingFault      500 training       engine and trainer disagree, NaN, a dead part: the run must stop
+
+Messages say what happened and to what; `hint` says what to do next and may hold a command in backticks.
+To add one: subclass below, give it `code` and `status`, add the line above. The server and the client find it by code.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import ClassVar
+
+
+class SandlotError(Exception):
+    """Base of every error that Sandlot raises. `str(error)` is one sentence; `hint` is what to do, or None."""
+
+    code: ClassVar[str] = "error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def to_wire(self) -> dict[str, dict[str, str | None]]:
+        """The body of an HTTP error: `{"error": {"code", "message", "hint"}}`."""
+        return {"error": {"code": self.code, "message": self.message, "hint": self.hint}}
+
+
+class InvalidRequest(SandlotError):
+    """The caller's words are wrong; nothing was started."""
+
+    code = "invalid"
+    status = 400
+
+
+class RecipeError(InvalidRequest):
+    """A recipe has an unknown key, a wrong value, or parts that cannot work together."""
+
+    code = "recipe"
+
+
+class NotFound(SandlotError):
+    """There is no sandbox, image, file or run of that name."""
+
+    code = "not_found"
+    status = 404
+
+
+class Conflict(SandlotError):
+    """The name, key or port is already in use."""
+
+    code = "conflict"
+    status = 409
+
+
+class SandboxEnded(SandlotError):
+    """The sandbox has ended; the message says for which reason and how long ago."""
+
+    code = "ended"
+    status = 410
+
+
+class Unsupported(SandlotError):
+    """This host cannot keep something that was asked for by name."""
+
+    code = "unsupported"
+    status = 422
+
+
+class StartFailed(SandlotError):
+    """A sandbox could not be made. The message names the step and what its errno means here."""
+
+    code = "start_failed"
+    status = 500
+
+
+class HostFault(SandlotError):
+    """The host is in trouble: disk full, no descriptors left, a helper that died."""
+
+    code = "host_fault"
+    status = 507
+
+
+def host_fault(error: OSError, doing: str) -> HostFault:
+    """A failed system call of this process as a HostFault. `doing` reads on from "could not": `write /run/x`."""
+    hint = {
+        errno.ENOSPC: "free some space there, or name another directory with `--state-dir`",
+        errno.EDQUOT: "free some space there, or name another directory with `--state-dir`",
+        errno.EMFILE: "raise the limit of open files of this process: `ulimit -n 65536`",
+        errno.ENFILE: "raise the limit of open files of this host: `sysctl fs.file-max=1000000`",
+        errno.ENOMEM: "fewer sandboxes, or smaller ones, fit this host",
+        errno.EACCES: "name a directory that this user may write with `--state-dir`",
+        errno.EROFS: "name a directory that this user may write with `--state-dir`",
+    }.get(error.errno or 0)
+    return HostFault(f"could not {doing}: {os.strerror(error.errno) if error.errno else error}", hint)
+
+
+class DeadlineExceeded(SandlotError):
+    """A named wait ran out of time."""
+
+    code = "deadline"
+    status = 504
+
+
+class Unreachable(SandlotError):
+    """No server answers at that address."""
+
+    code = "unreachable"
+    status = 503
+
+
+class TrainingFault(SandlotError):
+    """Engine and trainer disagree, a loss is not a number, or a part of the run died."""
+
+    code = "training"
+    status = 500
+
+
+def _tree(root: type[SandlotError]) -> dict[str, type[SandlotError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+def from_wire(body: object, status: int) -> SandlotError:
+    """The error that a server answered with: `body` is its decoded JSON, which may be anything at all."""
+    fields = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(fields, dict):
+        return SandlotError(f"the server answered {status} without an explanation")
+    hint = fields.get("hint")
+    kind = _tree(SandlotError).get(str(fields.get("code")), SandlotError)
+    return kind(str(fields.get("message")), None if hint is None else str(hint))

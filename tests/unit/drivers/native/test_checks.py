@@ -1,0 +1,90 @@
+"""Promises of `sandlot doctor` for the native driver:
+1. On a host that can make boxes it says so, having made one.
+2. Where user namespaces are refused it finds out by trying and names the command that fixes it.
+3. The advice fits the cause: a sysctl, AppArmor, a container's filter, a masked /proc.
+4. Without the helper it says how to get one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import sandlot
+from sandlot.api import SandboxSpec, Volume
+from sandlot.drivers.native.box import NativeDriver
+from sandlot.drivers.native.checks import advice, probe
+from sandlot.errors import Unsupported
+from tests.support.native import Boxes, python
+
+REFUSED = "namespaces: user namespaces are refused on this host (run `sandlot doctor`)"
+
+
+async def test_on_this_host_a_box_was_made(boxes: Boxes) -> None:
+    found = {line.name: line for line in await probe(boxes.driver)}
+    assert found["sandboxes"].state == "kept"
+    assert found["network"].state == "kept"
+    assert (found["user ids"].state == "kept") is (os.geteuid() == 0)
+    assert all(line.fix for line in found.values() if line.state != "kept")
+
+
+# A box refuses nested user namespaces as a hardened host or a container does: there doctor looks at a real refusal.
+DOCTOR = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from sandlot.drivers.native.checks import run_checks
+for line in run_checks():
+    print(line.name, line.state, line.found, line.fix, sep="|")
+"""
+
+
+async def test_where_user_namespaces_are_refused_it_finds_out_by_trying(boxes: Boxes) -> None:
+    source = str(Path(sandlot.__file__).parents[1])
+    packages = str(Path(pytest.__file__).parents[1])
+    spec = SandboxSpec(volumes=(Volume(source=source, target="/src"), Volume(source=packages, target="/packages")))
+    ended, output = await python(await boxes(spec), DOCTOR, "/src", "/packages")
+    assert ended.code == 0, output
+    kernel, sandboxes = (line.split("|") for line in output.splitlines())
+    assert kernel[1] == "kept"
+    assert sandboxes[:2] == ["sandboxes", "impossible"]
+    assert "a sandbox could not be made: namespaces:" in sandboxes[2]
+    assert "sysctl -w user.max_user_namespaces=" in sandboxes[3]  # 0 inside a box: that is the cause
+
+
+@pytest.mark.parametrize(
+    ("failure", "settings", "root", "container", "expected"),
+    [
+        (REFUSED, {"user/max_user_namespaces": "0"}, True, False, "sysctl -w user.max_user_namespaces="),
+        (REFUSED, {"kernel/unprivileged_userns_clone": "0"}, False, False, "kernel.unprivileged_userns_clone=1"),
+        (
+            "mount / as private",
+            {"kernel/apparmor_restrict_unprivileged_userns": "1"},
+            False,
+            False,
+            "apparmor_restrict",
+        ),
+        (REFUSED, {}, False, True, "seccomp=unconfined"),
+        (REFUSED, {}, True, False, "security module"),
+        ("mount /proc: the kernel refuses", {"user/max_user_namespaces": "9"}, True, True, "systempaths=unconfined"),
+        ("cgroup: no space", {}, True, False, "/sys/fs/cgroup"),
+        ("ids: strange", {}, True, False, "dmesg"),
+    ],
+)
+def test_the_advice_fits_the_cause(
+    failure: str, settings: dict[str, str], root: bool, container: bool, expected: str
+) -> None:
+    assert expected in advice(failure, settings, root, container)
+
+
+async def test_without_the_helper_it_says_how_to_get_one(tmp_path: Path) -> None:
+    directory = tmp_path / "node"
+    directory.mkdir()
+    driver = NativeDriver(directory, helper=tmp_path / "none")
+    with pytest.raises(Unsupported, match="no sandlot-init"):
+        await driver.create("box", SandboxSpec())
+    _, sandboxes = await probe(driver)
+    assert sandboxes.state == "impossible"
+    assert "gcc" in str(sandboxes.fix)
+    await driver.close()
