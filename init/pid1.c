@@ -163,13 +163,18 @@ static void kill_request(const struct message *message)
 {
 	struct view field;
 	struct child *child = NULL;
-	uint32_t offset = 0, run = 0;
+	uint32_t offset = 0, run = 0, flags = 0;
 	int more;
 
-	while ((more = field_next(message, &offset, &field)) > 0)
+	while ((more = field_next(message, &offset, &field)) > 0) {
 		if (field.key == FIELD_RUN && field_u32(&field, &run) == 0)
 			child = child_by_run(run);
-	if (child)
+		if (field.key == FIELD_FLAGS && field_u32(&field, &flags) < 0)
+			flags = 0;
+	}
+	if (child && flags & KILL_ONLY_ITSELF)
+		kill(child->pid, SIGKILL);
+	else if (child)
 		kill_tree(child->pid);
 	answer(message->head.id, more < 0 ? EBADMSG : child ? 0 : ESRCH, -1);
 }

@@ -38,7 +38,7 @@ enum field {
 	FIELD_RUN = 14,    /* u32: id of the spawn request that is meant */
 	FIELD_PORT = 15,   /* u32 */
 	FIELD_PATH = 16,   /* string */
-	FIELD_FLAGS = 17,  /* u32: open(2) flags */
+	FIELD_FLAGS = 17,  /* u32: open(2) flags; of KILL: KILL_ONLY_ITSELF */
 	FIELD_MODE = 18,   /* u32 */
 	FIELD_PARENTS = 19, /* u32: 1 makes missing directories */
 	/* answers */
@@ -61,6 +61,9 @@ struct field_head {
 	uint16_t unused;
 	uint32_t length; /* of the payload; a string includes its closing NUL */
 };
+
+/* Of KILL: leave the descendants to the node, which has a cgroup that holds them. */
+#define KILL_ONLY_ITSELF 1u
 
 /* Longest body that is accepted: 10 MB of environment and some room. */
 #define FRAME_MAX (16u << 20)

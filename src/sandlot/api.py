@@ -13,9 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
-
-from sandlot.errors import InvalidRequest
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 # What a server's in-process handler is: an ASGI application. The node serves it on a listener inside the box.
 Scope = MutableMapping[str, Any]
@@ -49,15 +47,6 @@ class Model(BaseModel):
     """A frozen value that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def invalid(error: ValidationError) -> InvalidRequest:
-    """What pydantic found wrong, as one sentence that names the field: `limits.memory: Input should be …`."""
-    found = [
-        f"{'.'.join(map(str, each['loc'])) or 'value'}: {each['msg'].removeprefix('Value error, ')}"
-        for each in error.errors()
-    ]
-    return InvalidRequest("; ".join(found))
 
 
 class Limits(Model):

@@ -25,7 +25,10 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class SandlotError(Exception):
@@ -55,6 +58,15 @@ class RecipeError(InvalidRequest):
     """A recipe has an unknown key, a wrong value, or parts that cannot work together."""
 
     code = "recipe"
+
+
+def invalid(error: ValidationError) -> InvalidRequest:
+    """What pydantic found wrong, as one sentence that names the field: `limits.memory: Input should be …`."""
+    found = [
+        f"{'.'.join(map(str, each['loc'])) or 'value'}: {each['msg'].removeprefix('Value error, ')}"
+        for each in error.errors()
+    ]
+    return InvalidRequest("; ".join(found))
 
 
 class NotFound(SandlotError):
@@ -101,14 +113,19 @@ class HostFault(SandlotError):
 
 def host_fault(error: OSError, doing: str) -> HostFault:
     """A failed system call of this process as a HostFault. `doing` reads on from "could not": `write /run/x`."""
+    elsewhere = "name a directory that this user may write with `--state-dir`"
+    space = "free some space there, or name another directory with `--state-dir`"
     hint = {
-        errno.ENOSPC: "free some space there, or name another directory with `--state-dir`",
-        errno.EDQUOT: "free some space there, or name another directory with `--state-dir`",
+        errno.ENOSPC: space,
+        errno.EDQUOT: space,
+        errno.EACCES: elsewhere,
+        errno.EPERM: elsewhere,
+        errno.EROFS: elsewhere,
+        errno.ENOENT: elsewhere,
+        errno.ENOTDIR: elsewhere,
         errno.EMFILE: "raise the limit of open files of this process: `ulimit -n 65536`",
         errno.ENFILE: "raise the limit of open files of this host: `sysctl fs.file-max=1000000`",
         errno.ENOMEM: "fewer sandboxes, or smaller ones, fit this host",
-        errno.EACCES: "name a directory that this user may write with `--state-dir`",
-        errno.EROFS: "name a directory that this user may write with `--state-dir`",
     }.get(error.errno or 0)
     return HostFault(f"could not {doing}: {os.strerror(error.errno) if error.errno else error}", hint)
 

@@ -25,7 +25,7 @@ from sandlot.drivers.native import cgroup, seccomp
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups, RunGroup
 from sandlot.drivers.native.ids import RANGE, HostIds
 from sandlot.drivers.native.plan import Host, Plan, make_plan
-from sandlot.drivers.native.wire import Answer, Channel, Frame, Key, Value
+from sandlot.drivers.native.wire import KILL_ONLY_ITSELF, Answer, Channel, Frame, Key, Value
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, StartFailed, Unsupported
 
 HELPER = Path(__file__).parent / "bin" / "sandlot-init"
@@ -207,10 +207,13 @@ class NativeProcess:
         return await asyncio.shield(self.exit)
 
     async def kill_tree(self) -> None:
+        if not self.exit.done():
+            # The process itself first: it may not have joined its cgroup yet. Its descendants were born in there.
+            flags = 0 if self._group is None else KILL_ONLY_ITSELF
+            with suppress(ProcessLookupError):
+                await self._box._ask(Frame.KILL, "killing a command", [(Key.RUN, self.run_id), (Key.FLAGS, flags)])
         if self._group is not None:
             self._group.kill()
-        elif not self.exit.done():
-            await self._box._ask(Frame.KILL, "killing a command", [(Key.RUN, self.run_id)])
 
     async def release(self) -> None:
         if self._group is not None:
@@ -267,7 +270,11 @@ class NativeBox:
             if number:
                 raise HostFault(f"a command could not be started: {os.strerror(number)}")
         except BaseException:
+            # It may have been started all the same: it is killed like any other, in order, and nobody waits for it.
             self._processes.pop(run_id, None)
+            if channel.open:
+                flags = 0 if group is None else KILL_ONLY_ITSELF
+                channel.send(Frame.KILL, 0, [(Key.RUN, run_id), (Key.FLAGS, flags)])
             if group is not None:
                 group.kill()
                 group.close()

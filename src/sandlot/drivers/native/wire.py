@@ -65,6 +65,7 @@ class Key(IntEnum):
 _HEADER = struct.Struct("=III")
 _FIELD = struct.Struct("=HHI")
 _WIDE = frozenset({Key.CAPS, Key.LIFETIME, Key.CPU_US})
+KILL_ONLY_ITSELF = 1  # init/wire.h
 FRAME_MAX = 16 << 20  # init/wire.h: FRAME_MAX
 
 Value = int | str | bytes

@@ -1,0 +1,99 @@
+"""An ASGI application on a listening socket: how boxes, clients and `sandlot serve` answer HTTP.
+
+It owns the connections of one listener. It promises that `close` leaves neither listener nor connection, and that
+nothing wakes up while nothing happens: uvicorn lends its HTTP protocol class only, not its server, whose main loop
+ticks ten times a second. It never reads a signal, a log setting or the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import socket
+from typing import TYPE_CHECKING
+
+from sandlot.api import AsgiApp
+from sandlot.errors import Unsupported
+
+if TYPE_CHECKING:
+    from uvicorn import Config
+    from uvicorn.server import ServerState
+
+# Longer than any client here keeps an idle connection, so that it is always the client who lets go: a server that
+# closes first can cross with a request on its way.
+KEEP_ALIVE_SECONDS = 75
+
+# Connections of one listener at a time; the next one is answered 503. A box must not make its node hold more.
+MOST_CONNECTIONS = 4096
+
+
+class Served:
+    """A listener that is being answered."""
+
+    def __init__(self, server: asyncio.Server, state: ServerState) -> None:
+        self._server = server
+        self._state = state
+
+    def close(self) -> None:
+        """Stop listening and drop every connection now; an application that reads on gets `http.disconnect`."""
+        self._server.close()
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+
+    async def drain(self, seconds: float) -> None:
+        """Stop listening, let the answers that are being given finish for at most `seconds`, then close."""
+        self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=seconds)
+        self.close()
+
+
+async def serve(listener: socket.socket, app: AsgiApp) -> Served:
+    """Answer what comes in on `listener`, which now belongs to the result. Raises Unsupported without uvicorn."""
+    from uvicorn.server import ServerState
+
+    config = copy.copy(_config())
+    config.loaded_app = app
+    state = ServerState()
+
+    def protocol() -> asyncio.Protocol:
+        return config.http_protocol_class(config=config, server_state=state, app_state={})  # type: ignore[call-arg]
+
+    # Connections inherit it. asyncio sets it only on sockets that name their protocol, and `socket.create_server` makes
+    # them without. An answer's head and body are two writes: the second would wait 40 ms for the first's receipt.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    server = await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=1024)
+    return Served(server, state)
+
+
+def require() -> None:
+    """Raises Unsupported where uvicorn is missing: to be asked before something is started that would need it."""
+    _config()
+
+
+@functools.cache
+def _config() -> Config:
+    try:
+        from uvicorn import Config
+    except ImportError:
+        raise Unsupported("serving HTTP needs uvicorn, which is missing", "`pip install 'sandlot[serve]'`") from None
+    config = Config(
+        _nothing,
+        interface="asgi3",
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        limit_concurrency=MOST_CONNECTIONS,
+    )
+    config.load()
+    return config
+
+
+async def _nothing(scope: object, receive: object, send: object) -> None:
+    """The application of the shared configuration, which is never served itself."""

@@ -1,0 +1,276 @@
+"""HttpNode: NodeAPI over HTTP, for sandboxes that live on a server.
+
+It owns its connections, and one listener of this process where an in-process application answers for a sandbox. It
+promises the node's own results and errors, that every call has a deadline, and that a create which is cancelled leaves
+nothing on the server. It never retries: a request that may have run is not sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx2
+from pydantic import TypeAdapter, ValidationError
+
+from sandlot import asgi
+from sandlot.aio import shielded
+from sandlot.api import (
+    AsgiApp,
+    Capability,
+    Ending,
+    Info,
+    Message,
+    Run,
+    RunResult,
+    SandboxSpec,
+    Scope,
+    Target,
+    Upstream,
+)
+from sandlot.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    SandlotError,
+    Unreachable,
+    Unsupported,
+    from_wire,
+)
+
+T = TypeVar("T")
+
+# Seconds. The server has deadlines of its own (60 to make a sandbox, 30 for any other step); these are a little longer,
+# so that it is the server's own words that arrive.
+_CONNECT_SECONDS = 10.0
+_CREATE_SECONDS = 70.0
+_STEP_SECONDS = 40.0
+
+# An idle connection is dropped here before the server would do it (asgi.KEEP_ALIVE_SECONDS).
+_IDLE_SECONDS = 30.0
+
+_INFO = TypeAdapter(Info)
+_INFOS = TypeAdapter(list[Info])
+_RESULT = TypeAdapter(RunResult)
+_CAPABILITIES = TypeAdapter(list[Capability])
+_COUNTS = TypeAdapter(dict[str, int])
+
+
+class HttpNode:
+    """The node behind `sandlot serve` at `url`. Nothing is connected before the first call."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        try:
+            self._url = httpx2.URL(url.rstrip("/"))
+        except httpx2.InvalidURL as error:
+            raise InvalidRequest(f"{url!r} is not a URL: {error}") from None
+        if self._url.scheme not in ("http", "https") or not self._url.host:
+            raise InvalidRequest(f"{url!r} is not the URL of a server", "write it as `http://127.0.0.1:8750`")
+        self._client = httpx2.AsyncClient(
+            base_url=self._url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=_IDLE_SECONDS),
+            trust_env=False,
+        )
+        self._handlers: _Handlers | None = None
+
+    async def create(self, spec: SandboxSpec) -> Info:
+        # Only what the caller set is sent: a limit that is named means more than the same number by default.
+        asking = asyncio.ensure_future(
+            self._call(
+                "POST",
+                "/v1/sandboxes",
+                _INFO,
+                "making a sandbox",
+                _CREATE_SECONDS,
+                content=spec.model_dump_json(exclude_unset=True),
+            )
+        )
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await shielded(self._undo(asking))
+            raise
+
+    async def _undo(self, asking: asyncio.Future[Info]) -> None:
+        """Wait for a create that nobody wants any more, and destroy what it made."""
+        await asyncio.wait((asking,))
+        if not asking.cancelled() and asking.exception() is None:
+            await self.destroy(asking.result().id)
+
+    async def info(self, sandbox_id: str) -> Info:
+        return await self._call("GET", _path(sandbox_id), _INFO, f"asking about {sandbox_id}")
+
+    async def run(self, sandbox_id: str, run: Run) -> RunResult:
+        # Start, the command itself, and killing it at its timeout.
+        seconds = None if run.timeout is None else run.timeout + 2 * _STEP_SECONDS
+        return await self._call(
+            "POST",
+            _path(sandbox_id, "run"),
+            _RESULT,
+            f"running {run.argv[0]} in {sandbox_id}",
+            seconds,
+            content=run.model_dump_json(exclude_unset=True),
+        )
+
+    async def read_file(self, sandbox_id: str, path: str) -> bytes:
+        return await self._send(
+            "GET", _path(sandbox_id, "files"), f"reading {path} of {sandbox_id}", params={"path": path}
+        )
+
+    async def write_file(self, sandbox_id: str, path: str, data: bytes, mode: int = 0o644) -> None:
+        await self._send(
+            "PUT",
+            _path(sandbox_id, "files"),
+            f"writing {path} of {sandbox_id}",
+            params={"path": path, "mode": mode},
+            content=data,
+            headers={"Content-Type": "application/octet-stream"},
+        )
+
+    async def route(self, sandbox_id: str, port: int, target: Target) -> None:
+        key = None
+        if not isinstance(target, Upstream):
+            if self._handlers is None:
+                self._handlers = _Handlers(self._url)
+            key, target = await self._handlers.add(sandbox_id, target)
+        try:
+            await self._send(
+                "POST",
+                _path(sandbox_id, f"routes/{port}"),
+                f"routing port {port} of {sandbox_id}",
+                content=target.model_dump_json(),
+            )
+        except BaseException:
+            if self._handlers is not None and key is not None:
+                self._handlers.remove_key(key)
+            raise
+
+    async def destroy(self, sandbox_id: str, ending: Ending = Ending.EXIT) -> Info:
+        if self._handlers is not None:
+            self._handlers.remove(sandbox_id)
+        return await self._call(
+            "DELETE", _path(sandbox_id), _INFO, f"ending {sandbox_id}", params={"ending": ending.value}
+        )
+
+    async def capabilities(self) -> list[Capability]:
+        return await self._call("GET", "/v1/capabilities", _CAPABILITIES, "asking what the host can do")
+
+    async def counts(self) -> dict[str, int]:
+        return await self._call("GET", "/v1/ledger", _COUNTS, "asking for the ledger")
+
+    async def close(self) -> None:
+        if self._handlers is not None:
+            self._handlers.close()
+        await self._client.aclose()
+
+    async def list(self) -> list[Info]:
+        return await self._call("GET", "/v1/sandboxes", _INFOS, "listing the sandboxes")
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        answer: TypeAdapter[T],
+        doing: str,
+        seconds: float | None = _STEP_SECONDS,
+        **request: Any,
+    ) -> T:
+        body = await self._send(method, path, doing, seconds, **request)
+        try:
+            return answer.validate_json(body)
+        except ValidationError:
+            raise SandlotError(
+                f"what answers at {self._url} is not a Sandlot server of this version",
+                "compare `sandlot version` on both sides",
+            ) from None
+
+    async def _send(
+        self, method: str, path: str, doing: str, seconds: float | None = _STEP_SECONDS, **request: Any
+    ) -> bytes:
+        headers = {"Content-Type": "application/json", **request.pop("headers", {})}
+        timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS)
+        try:
+            response = await self._client.request(method, path, headers=headers, timeout=timeout, **request)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
+            raise Unreachable(f"no server answers at {self._url}", "`sandlot serve` starts one") from None
+        except httpx2.TimeoutException:
+            raise DeadlineExceeded(f"{doing} did not finish within {seconds:g} s") from None
+        except httpx2.TransportError as error:
+            broke = f"the server at {self._url} broke the connection while {doing}: {type(error).__name__}"
+            raise Unreachable(broke, "look at what `sandlot serve` printed") from None
+        if response.is_success:
+            return response.content
+        try:
+            body = response.json()
+        except ValueError:
+            body = None
+        raise from_wire(body, response.status_code)
+
+
+def _path(sandbox_id: str, rest: str = "") -> str:
+    return f"/v1/sandboxes/{quote(sandbox_id, safe='')}" + (f"/{rest}" if rest else "")
+
+
+class _Handlers:
+    """Applications of this process that answer for sandboxes elsewhere: one listener, told apart by a random key that
+    only the server holds."""
+
+    def __init__(self, server: httpx2.URL) -> None:
+        if server.host not in ("127.0.0.1", "localhost", "::1"):
+            raise Unsupported(
+                f"the server {server.host} cannot reach an application of this process",
+                "serve it at a URL that the server reaches, and route to `Upstream(url=…)`",
+            )
+        self._apps: dict[str, tuple[str, AsgiApp]] = {}  # key → sandbox, application
+        self._served: asyncio.Future[tuple[asgi.Served, int]] | None = None
+
+    async def add(self, sandbox_id: str, app: AsgiApp) -> tuple[str, Upstream]:
+        """The key of a new entry and the upstream that leads to it."""
+        if self._served is None or (self._served.done() and self._served.exception() is not None):
+            self._served = asyncio.ensure_future(self._listen())
+        _, port = await asyncio.shield(self._served)
+        key = secrets.token_urlsafe(24)
+        self._apps[key] = (sandbox_id, app)
+        return key, Upstream(url=f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {key}"})
+
+    def remove(self, sandbox_id: str) -> None:
+        for key in [key for key, (owner, _) in self._apps.items() if owner == sandbox_id]:
+            del self._apps[key]
+
+    def remove_key(self, key: str) -> None:
+        self._apps.pop(key, None)
+
+    def close(self) -> None:
+        self._apps.clear()
+        if self._served is not None and self._served.done() and self._served.exception() is None:
+            self._served.result()[0].close()
+
+    async def _listen(self) -> tuple[asgi.Served, int]:
+        asgi.require()
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        return await asgi.serve(listener, self._answer), listener.getsockname()[1]
+
+    async def _answer(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        entry = self._apps.get(given.removeprefix(b"Bearer ").decode("latin-1"))
+        if entry is not None:
+            # The key is between the server and this process: the application sees what it would in its own box.
+            headers = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
+            await entry[1]({**scope, "headers": headers}, receive, send)
+            return
+        error = NotFound("nothing answers for this sandbox any more")
+        start: Message = {
+            "type": "http.response.start",
+            "status": error.status,
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await send(start)
+        await send({"type": "http.response.body", "body": json.dumps(error.to_wire()).encode()})

@@ -1,0 +1,523 @@
+"""What every driver must do, as checks that ship: run them over your own driver before you use it.
+
+Each `check_…` is given a driver, makes what boxes it needs and removes them; it returns when the promise in its first
+line is kept and raises AssertionError otherwise. It depends on no test framework. Programs are those of any Linux and
+of the fake driver (true, false, echo, cat, env, pwd, sleep); what takes a real one says so in `needs`:
+
+    for check in CHECKS:
+        if check.needs <= {"kernel"}:          # a driver of real processes offers "kernel"; the fake one nothing
+            await check.run(driver)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandlot.aio import deadline
+from sandlot.api import Ending, Limits, SandboxSpec, Volume
+from sandlot.drivers.base import Box, Driver, Exit, Process, Spawn
+from sandlot.errors import Conflict, InvalidRequest, NotFound
+
+# Seconds that one step may take: far more than any does, so that a hang fails by name.
+_STEP = 20.0
+_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise. `needs` ⊆ {"kernel"}: what a driver must offer for it to make sense."""
+
+    name: str
+    run: Callable[[Driver], Awaitable[None]]
+    needs: frozenset[str]
+
+
+CHECKS: list[Check] = []
+
+
+def _check(*needs: str) -> Callable[[Callable[[Driver], Awaitable[None]]], Callable[[Driver], Awaitable[None]]]:
+    def listed(run: Callable[[Driver], Awaitable[None]]) -> Callable[[Driver], Awaitable[None]]:
+        CHECKS.append(Check(getattr(run, "__name__", "check").removeprefix("check_"), run, frozenset(needs)))
+        return run
+
+    return listed
+
+
+@asynccontextmanager
+async def a_box(driver: Driver, spec: SandboxSpec | None = None) -> AsyncIterator[Box]:
+    """A box for one check."""
+    async with deadline(_STEP, "making a box"):
+        box = await driver.create(f"sb-check{secrets.token_hex(5)}", spec or SandboxSpec(), frozenset())
+    try:
+        yield box
+    finally:
+        async with deadline(_STEP, "destroying a box"):
+            await box.destroy()
+
+
+class Started:
+    """A process with pipes of its own."""
+
+    def __init__(self, process: Process, stdin: int, stdout: int, stderr: int) -> None:
+        self.process = process
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
+
+    async def done(self) -> tuple[Exit, bytes, bytes]:
+        """Its exit and all its output, read until the other ends are closed."""
+        reading = [asyncio.create_task(_read_to_end(fd)) for fd in (self.stdout, self.stderr)]
+        async with deadline(_STEP, "the end of a process"):
+            ended = await self.process.wait()
+            out, err = await asyncio.gather(*reading)
+        await self.process.release()
+        return ended, out, err
+
+    def close(self) -> None:
+        for fd in {self.stdin, self.stdout, self.stderr} - {-1}:
+            os.close(fd)
+        self.stdin = self.stdout = self.stderr = -1
+
+
+@asynccontextmanager
+async def started(
+    box: Box, *argv: str, stdin: bytes = b"", env: dict[str, str] | None = None, cwd: str = "/root", user: int = 0
+) -> AsyncIterator[Started]:
+    """A process of `argv` in the box, with `stdin` (at most a pipe full) written and closed."""
+    (stdin_r, stdin_w), (out_r, out_w), (err_r, err_w) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
+    os.write(stdin_w, stdin)
+    os.close(stdin_w)
+    theirs = (stdin_r, out_w, err_w)
+    try:
+        async with deadline(_STEP, f"starting {argv[0]}"):
+            process = await box.spawn(Spawn(argv, {**_ENV, **(env or {})}, cwd, user), *theirs)
+        for fd in theirs:
+            os.fstat(fd)  # still ours: a driver duplicates what it is given
+    except BaseException:
+        for fd in (out_r, err_r):
+            os.close(fd)
+        raise
+    finally:
+        for fd in theirs:
+            os.close(fd)
+    running = Started(process, -1, out_r, err_r)
+    try:
+        yield running
+    finally:
+        await process.kill_tree()
+        await process.wait()
+        await process.release()
+        running.close()
+
+
+async def output(box: Box, *argv: str, user: int = 0) -> str:
+    """What a command prints; it must succeed."""
+    async with started(box, *argv, user=user) as running:
+        ended, out, err = await running.done()
+    assert ended.code == 0, (argv, ended, err)
+    return out.decode()
+
+
+async def _read_to_end(fd: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    os.set_blocking(fd, False)
+    data = bytearray()
+    while True:
+        try:
+            chunk = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            ready = asyncio.Event()
+            loop.add_reader(fd, ready.set)
+            try:
+                await ready.wait()
+            finally:
+                loop.remove_reader(fd)
+            continue
+        if not chunk:
+            return bytes(data)
+        data += chunk
+
+
+async def _written(box: Box, path: str, data: bytes, mode: int = 0o644) -> None:
+    fd = await box.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode, parents=True)
+    try:
+        os.write(fd, data)
+    finally:
+        os.close(fd)
+
+
+async def _bytes(box: Box, path: str) -> bytes:
+    fd = await box.open(path, os.O_RDONLY)
+    try:
+        return os.read(fd, 1 << 20)
+    finally:
+        os.close(fd)
+
+
+@_check()
+async def check_exit_codes_are_told(driver: Driver) -> None:
+    """An exit code arrives as it is, as often as it is asked for."""
+    async with a_box(driver) as box:
+        for argv, code in ((("true",), 0), (("false",), 1)):
+            async with started(box, *argv) as running:
+                ended, _, _ = await running.done()
+                assert (ended.code, ended.signal, ended.error) == (code, None, None), ended
+                assert await running.process.wait() == ended
+
+
+@_check()
+async def check_output_and_input_are_the_descriptors_given(driver: Driver) -> None:
+    """What a process writes arrives on the descriptors it was given, what it reads comes from them, byte for byte."""
+    async with a_box(driver) as box:
+        data = bytes(range(256)) * 16
+        async with started(box, "cat", stdin=data) as running:
+            ended, out, err = await running.done()
+        assert (ended.code, out, err) == (0, data, b"")
+        async with started(box, "cat", "/no/such/file") as running:
+            ended, out, err = await running.done()
+        assert ended.code == 1
+        assert not out
+        assert b"/no/such/file" in err
+
+
+@_check()
+async def check_environment_and_directory_are_those_asked_for(driver: Driver) -> None:
+    """A process sees the environment that was asked for and nothing else, and starts in its directory."""
+    async with a_box(driver) as box:
+        async with started(box, "env", env={"GREETING": "häl lo\n=x"}) as running:
+            _, out, _ = await running.done()
+        assert "GREETING=häl lo\n=x\n" in out.decode()
+        seen = {line.partition("=")[0] for line in out.decode().splitlines() if "=" in line}
+        assert seen <= {"PATH", "HOME", "GREETING", "PWD", "SHLVL", "_", ""}, seen
+        async with started(box, "pwd", cwd="/tmp") as running:
+            _, out, _ = await running.done()
+        assert out == b"/tmp\n"
+
+
+@_check()
+async def check_a_program_that_cannot_start_is_an_exit(driver: Driver) -> None:
+    """Not found, not executable and no such directory are exits with errno and step, and leave the box usable."""
+    async with a_box(driver) as box:
+        async with started(box, "no-such-program") as running:
+            ended, _, _ = await running.done()
+        assert (ended.code, ended.error) == (None, errno.ENOENT), ended
+        await _written(box, "/tmp/text", b"just text")
+        async with started(box, "/tmp/text") as running:
+            ended, _, _ = await running.done()
+        assert (ended.code, ended.error) == (None, errno.EACCES), ended
+        async with started(box, "true", cwd="/no/such/directory") as running:
+            ended, _, _ = await running.done()
+        assert (ended.error, ended.error_step) == (errno.ENOENT, "chdir"), ended
+        assert await output(box, "echo", "still here") == "still here\n"
+
+
+@_check()
+async def check_kill_tree_ends_a_process(driver: Driver) -> None:
+    """kill_tree ends what runs, may be called again and after the end, and spares its neighbours."""
+    async with a_box(driver) as box, started(box, "sleep", "60") as neighbour:
+        async with started(box, "sleep", "60") as running:
+            await running.process.kill_tree()
+            await running.process.kill_tree()
+            ended, _, _ = await running.done()
+            await running.process.kill_tree()
+        assert ended.signal == signal.SIGKILL, ended
+        waiting = asyncio.ensure_future(neighbour.process.wait())
+        assert not (await asyncio.wait((waiting,), timeout=0.05))[0], "the neighbour was killed too"
+        waiting.cancel()
+
+
+@_check()
+async def check_many_processes_run_at_once(driver: Driver) -> None:
+    """Fifty processes of one box run side by side and none gets another's output."""
+    async with a_box(driver) as box:
+        said = await asyncio.gather(*(output(box, "echo", f"number {i}") for i in range(50)))
+        assert said == [f"number {i}\n" for i in range(50)]
+
+
+@_check()
+async def check_files_are_opened_inside(driver: Driver) -> None:
+    """What is written through a descriptor is what a program inside reads; missing parents are made when asked."""
+    async with a_box(driver) as box:
+        await _written(box, "/root/a/b/data", b"\x00\xffdata")
+        assert await _bytes(box, "/root/a/b/data") == b"\x00\xffdata"
+        async with started(box, "cat", "/root/a/b/data") as running:
+            _, out, _ = await running.done()
+        assert out == b"\x00\xffdata"
+        await _written(box, "/root/a/b/data", b"new")
+        assert await _bytes(box, "/root/a/b/data") == b"new"
+
+
+@_check()
+async def check_errno_comes_from_inside(driver: Driver) -> None:
+    """A path that cannot be opened raises OSError with the errno from inside."""
+    async with a_box(driver) as box:
+        await _fails(box, "/root/missing", os.O_RDONLY, errno.ENOENT)
+        await _fails(box, "/root/no/parent", os.O_WRONLY | os.O_CREAT, errno.ENOENT)
+        await _fails(box, "/tmp", os.O_WRONLY, errno.EISDIR)
+
+
+async def _fails(box: Box, path: str, flags: int, *expected: int) -> None:
+    try:
+        fd = await box.open(path, flags)
+    except OSError as error:
+        assert error.errno in expected, (path, error)
+    else:
+        os.close(fd)
+        raise AssertionError(f"{path} was opened")
+
+
+@_check()
+async def check_a_listener_inside_is_served_outside(driver: Driver) -> None:
+    """A connection made inside reaches whoever accepts on the listener that was handed out."""
+    async with a_box(driver) as box:
+        listener = await box.listen(8484)
+        loop = asyncio.get_running_loop()
+        try:
+            client = await box.connect(8484)
+            with client:
+                async with deadline(_STEP, "accepting a connection from inside"):
+                    accepted, _ = await loop.sock_accept(listener)
+                    with accepted:
+                        await loop.sock_sendall(client, b"ping")
+                        assert await loop.sock_recv(accepted, 16) == b"ping"
+                        await loop.sock_sendall(accepted, b"pong")
+                        assert await loop.sock_recv(client, 16) == b"pong"
+        finally:
+            listener.close()
+
+
+@_check()
+async def check_a_taken_port_is_a_conflict(driver: Driver) -> None:
+    """A second listener on a port is a Conflict; a port where nobody listens is NotFound to connect to."""
+    async with a_box(driver) as box:
+        with await box.listen(8484):
+            try:
+                (await box.listen(8484)).close()
+                raise AssertionError("a taken port was given twice")
+            except Conflict:
+                pass
+        try:
+            (await box.connect(9)).close()
+            raise AssertionError("connected to a port where nobody listens")
+        except NotFound:
+            pass
+
+
+@_check()
+async def check_boxes_are_apart(driver: Driver) -> None:
+    """Two boxes share neither files nor ports."""
+    async with a_box(driver) as one, a_box(driver) as other:
+        await _written(one, "/tmp/mine", b"1")
+        await _fails(other, "/tmp/mine", os.O_RDONLY, errno.ENOENT)
+        with await one.listen(8484), await other.listen(8484):
+            pass
+
+
+@_check()
+async def check_many_boxes_are_made_at_once(driver: Driver) -> None:
+    """Twenty boxes asked for at once all come to be, each its own."""
+
+    async def one(i: int) -> str:
+        async with a_box(driver) as box:
+            await _written(box, "/tmp/name", f"box {i}".encode())
+            return await output(box, "cat", "/tmp/name")
+
+    assert await asyncio.gather(*(one(i) for i in range(20))) == [f"box {i}" for i in range(20)]
+
+
+@_check()
+async def check_destroy_ends_everything_once(driver: Driver) -> None:
+    """destroy resolves `death` with the first ending given, ends every process, and may be called again."""
+    async with a_box(driver) as box:
+        async with started(box, "sleep", "60") as running:
+            waiting = asyncio.ensure_future(running.process.wait())
+            deaths = await asyncio.gather(box.destroy(Ending.IDLE), box.destroy(Ending.KILLED))
+            async with deadline(_STEP, "the end of a process of a dead box"):
+                ended = await waiting
+            assert ended.signal == signal.SIGKILL, ended
+            assert (await running.process.wait()).signal == signal.SIGKILL
+        assert [death.ending for death in deaths] == [Ending.IDLE, Ending.IDLE]
+        assert box.death.done()
+        assert box.death.result() == deaths[0] == await box.destroy(Ending.LIFETIME)
+
+
+@_check()
+async def check_death_is_known_before_the_process_ends(driver: Driver) -> None:
+    """Whoever waits for a process that dies with its box finds `death` resolved: that is how the two are told apart."""
+    async with a_box(driver) as box, started(box, "sleep", "60") as running:
+
+        async def known() -> bool:
+            await running.process.wait()
+            return box.death.done()
+
+        waiting = asyncio.ensure_future(known())
+        await asyncio.sleep(0)
+        await box.destroy()
+        async with deadline(_STEP, "the end of a process of a dead box"):
+            assert await waiting
+
+
+@_check()
+async def check_an_unknown_image_is_not_found(driver: Driver) -> None:
+    """An image that does not exist is NotFound, a volume without a source InvalidRequest; nothing is made."""
+    before = _children()
+    for spec, expected in (
+        (SandboxSpec(image="no-such-image"), NotFound),
+        (SandboxSpec(volumes=(Volume(source="/no/such/source", target="/mnt/x"),)), InvalidRequest),
+    ):
+        try:
+            box = await driver.create(f"sb-check{secrets.token_hex(5)}", spec, frozenset())
+        except expected:
+            continue
+        await box.destroy()
+        raise AssertionError(f"{spec} was made")
+    assert _children() == before
+
+
+@_check()
+async def check_a_cancelled_create_leaves_nothing(driver: Driver) -> None:
+    """A create that is cancelled at any moment leaves no process behind, and the driver goes on."""
+    before = _children()
+    for moment in (0.0, 0.0005, 0.001, 0.002, 0.004):
+        name = f"sb-check{secrets.token_hex(5)}"
+        creating = asyncio.ensure_future(driver.create(name, SandboxSpec(), frozenset()))
+        await asyncio.sleep(moment)
+        creating.cancel()
+        await asyncio.wait((creating,), timeout=_STEP)
+        assert creating.done(), "the cancelled create hangs"
+        if not creating.cancelled():
+            await creating.result().destroy()
+    async with a_box(driver) as box:
+        assert await output(box, "echo", "fine") == "fine\n"
+    assert _children() == before
+
+
+def _children() -> set[str]:
+    """Live children of this process."""
+    mine = str(os.getpid())
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue  # it ended while we looked
+            if parent == mine and state != "Z":
+                found.add(entry.name)
+    return found
+
+
+@_check("kernel")
+async def check_a_signal_is_told(driver: Driver) -> None:
+    """A process that a signal ended says which."""
+    async with a_box(driver) as box, started(box, "sh", "-c", "kill -TERM $$") as running:
+        ended, _, _ = await running.done()
+        assert (ended.code, ended.signal) == (None, signal.SIGTERM), ended
+
+
+@_check("kernel")
+async def check_kill_tree_takes_those_that_left(driver: Driver) -> None:
+    """kill_tree takes children that left the process's group and session too."""
+    async with a_box(driver) as box:
+        async with started(box, "sh", "-c", "setsid sleep 4711 & sleep 4712 & echo ready; wait") as running:
+            loop = asyncio.get_running_loop()
+            ready = asyncio.Event()
+            loop.add_reader(running.stdout, ready.set)
+            async with deadline(_STEP, "the start of a shell"):
+                await ready.wait()
+            loop.remove_reader(running.stdout)
+            await running.process.kill_tree()
+            ended, _, _ = await running.done()  # reads to the end: the children, who held the pipes, are gone
+        assert ended.signal == signal.SIGKILL, ended
+        assert "471" not in await output(
+            box, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o 'sleep 471[0-9]'; :"
+        )
+
+
+@_check("kernel")
+async def check_background_children_live_on(driver: Driver) -> None:
+    """A process's exit does not wait for its background children, and release lets them live."""
+    async with a_box(driver) as box:
+        (out_r, out_w) = os.pipe2(os.O_CLOEXEC)
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            command = Spawn(("sh", "-c", "sleep 4713 & echo $!"), _ENV, "/root")
+            process = await box.spawn(command, null, out_w, out_w)
+            async with deadline(_STEP, "the end of a shell with a child in the background"):
+                ended = await process.wait()
+            await process.release()
+            child = os.read(out_r, 100).decode().strip()
+        finally:
+            for fd in (out_r, out_w, null):
+                os.close(fd)
+        assert ended.code == 0, ended
+        assert await output(box, "sh", "-c", f"kill -0 {child} && echo alive") == "alive\n"
+
+
+@_check("kernel")
+async def check_processes_of_others_are_not_seen(driver: Driver) -> None:
+    """A box sees its own processes only, under its own host name, and as the user that was asked for."""
+    async with a_box(driver, SandboxSpec(hostname="here")) as box:
+        pids = (await output(box, "sh", "-c", "ls /proc | grep -c '^[0-9]'")).strip()
+        assert int(pids) < 10, pids
+        assert await output(box, "uname", "-n") == "here\n"
+        assert await output(box, "id", "-u") == "0\n"
+
+
+@_check("kernel")
+async def check_there_is_no_network(driver: Driver) -> None:
+    """A box has a loopback of its own and no other interface."""
+    async with a_box(driver) as box:
+        names = await output(box, "sh", "-c", "tail -n +3 /proc/net/dev | cut -d: -f1")
+        assert names.split() == ["lo"], names
+
+
+@_check("kernel")
+async def check_no_symlink_leads_out(driver: Driver) -> None:
+    """A symlink made inside is followed inside: the host's file behind the same path is never opened."""
+    with tempfile.NamedTemporaryFile(dir="/tmp", prefix="sandlot-check-") as secret:
+        secret.write(b"secret")
+        secret.flush()
+        async with a_box(driver) as box:
+            await output(box, "ln", "-s", secret.name, "/root/link")
+            await _fails(box, "/root/link", os.O_RDONLY, errno.ENOENT)
+            await output(box, "ln", "-s", f"/proc/1/root{secret.name}", "/root/link2")
+            await _fails(box, "/root/link2", os.O_RDONLY, errno.ENOENT, errno.EACCES)
+
+
+def _fill(directory: Path) -> None:
+    directory.chmod(0o755)
+    (directory / "hello").write_text("from the host")
+
+
+@_check("kernel")
+async def check_volumes_are_seen(driver: Driver) -> None:
+    """A volume is seen inside; a read-only one cannot be written."""
+    with tempfile.TemporaryDirectory(prefix="sandlot-check-") as directory:
+        _fill(Path(directory))
+        spec = SandboxSpec(volumes=(Volume(source=directory, target="/mnt/data"),))
+        async with a_box(driver, spec) as box:
+            assert await output(box, "cat", "/mnt/data/hello") == "from the host"
+            async with started(box, "sh", "-c", "echo x > /mnt/data/hello") as running:
+                ended, _, err = await running.done()
+            assert ended.code != 0
+            assert b"Read-only" in err, err
+
+
+@_check("kernel")
+async def check_disk_limit_holds(driver: Driver) -> None:
+    """A box cannot write more than its disk limit, and goes on."""
+    spec = SandboxSpec(limits=Limits(disk=8 << 20))
+    async with a_box(driver, spec) as box:
+        async with started(box, "sh", "-c", "head -c 32m /dev/zero > /root/big") as running:
+            ended, _, err = await running.done()
+        assert ended.code != 0
+        assert b"No space" in err, err
+        assert await output(box, "echo", "fine") == "fine\n"

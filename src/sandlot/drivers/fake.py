@@ -1,0 +1,351 @@
+"""A driver without a kernel: scripted processes, files in memory, real descriptors. For every test above this layer.
+
+It promises what `conformance.py` asks, with the same descriptors and the same errors as a native box, in microseconds
+and on any machine. It isolates nothing and never starts a process. A script is a coroutine that is given a `Context`:
+
+    async def agent(context: Context) -> int:
+        await context.write(b"hello from " + context.argv[0].encode())
+        return 0
+
+    driver = FakeDriver({"agent": agent})          # beside true, false, echo, cat, env, pwd and sleep
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import posixpath
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from sandlot.api import Capability, Ending, SandboxSpec
+from sandlot.drivers.base import Death, Exit, Spawn
+from sandlot.errors import Conflict, InvalidRequest, NotFound, SandboxEnded
+
+T = TypeVar("T")
+
+# What a script returns is its exit code; a negative one is a signal, as in subprocess.
+Program = Callable[["Context"], Awaitable[int]]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a script sees of its box."""
+
+    box: FakeBox
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+    user: int
+    stdin: int
+    stdout: int
+    stderr: int
+
+    async def read(self, size: int = 1 << 16) -> bytes:
+        """Some bytes of standard input; b"" at its end."""
+        return await _when_ready(self.stdin, lambda: os.read(self.stdin, size), write=False)
+
+    async def write(self, data: bytes, to_stderr: bool = False) -> None:
+        """All of it, as fast as the reader takes it. Raises BrokenPipeError when nobody will."""
+        fd = self.stderr if to_stderr else self.stdout
+        left = memoryview(data)
+        while left:
+            left = left[await _when_ready(fd, partial(os.write, fd, left), write=True) :]
+
+    async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to 127.0.0.1:port inside, as a program in the box would make it."""
+        return await asyncio.open_connection(sock=await self.box.connect(port))
+
+
+async def _true(context: Context) -> int:
+    return 0
+
+
+async def _false(context: Context) -> int:
+    return 1
+
+
+async def _echo(context: Context) -> int:
+    await context.write(" ".join(context.argv[1:]).encode() + b"\n")
+    return 0
+
+
+async def _cat(context: Context) -> int:
+    if len(context.argv) == 1:
+        while chunk := await context.read():
+            await context.write(chunk)
+        return 0
+    for path in context.argv[1:]:
+        try:
+            fd = await context.box.open(posixpath.join(context.cwd, path), os.O_RDONLY)
+        except OSError as error:
+            await context.write(f"cat: {path}: {error.strerror}\n".encode(), to_stderr=True)
+            return 1
+        try:
+            while chunk := os.read(fd, 1 << 16):
+                await context.write(chunk)
+        finally:
+            os.close(fd)
+    return 0
+
+
+async def _env(context: Context) -> int:
+    await context.write("".join(f"{name}={value}\n" for name, value in context.env.items()).encode())
+    return 0
+
+
+async def _pwd(context: Context) -> int:
+    await context.write(context.cwd.encode() + b"\n")
+    return 0
+
+
+async def _sleep(context: Context) -> int:
+    await asyncio.sleep(float(context.argv[1]))
+    return 0
+
+
+_PROGRAMS: dict[str, Program] = {
+    "true": _true,
+    "false": _false,
+    "echo": _echo,
+    "cat": _cat,
+    "env": _env,
+    "pwd": _pwd,
+    "sleep": _sleep,
+}
+
+
+class FakeProcess:
+    """A script that runs, or has ended."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.task: asyncio.Task[None] | None = None
+        self._exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+
+    def end(self, how: Exit) -> None:
+        if not self._exit.done():
+            self._exit.set_result(how)
+
+    async def wait(self) -> Exit:
+        return await asyncio.shield(self._exit)
+
+    async def kill_tree(self) -> None:
+        self.end(Exit(signal=signal.SIGKILL))
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+            await asyncio.wait((self.task,))
+
+    async def release(self) -> None:
+        """Nothing is kept."""
+
+
+class FakeBox:
+    """A box in memory: each file is a memfd, each listener a socket of this host on a port of its own."""
+
+    def __init__(
+        self, box_id: str, spec: SandboxSpec, programs: Mapping[str, Program], gone: Callable[[], None]
+    ) -> None:
+        self.id = box_id
+        self.spec = spec
+        self.losses: tuple[str, ...] = ("a fake box isolates nothing",)
+        self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
+        self._programs = programs
+        self._gone = gone
+        self._files: dict[str, int] = {}
+        self._directories = {"/", "/root", "/tmp", "/home", "/etc"}
+        self._ports: dict[int, int] = {}  # inside → outside
+        self._processes: dict[int, FakeProcess] = {}
+        self._next_pid = 2
+
+    async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int) -> FakeProcess:
+        self._check_alive()
+        process = FakeProcess(self._next_pid)
+        self._next_pid += 1
+        program = self._programs.get(what.argv[0])
+        if what.cwd not in self._directories:
+            process.end(Exit(error=errno.ENOENT, error_step="chdir"))
+        elif program is None:
+            known = what.argv[0] in self._files  # a file, but no script is behind it
+            process.end(Exit(error=errno.EACCES if known else errno.ENOENT, error_step="exec"))
+        else:
+            fds = _duplicates(stdin, stdout, stderr)
+            self._processes[process.pid] = process
+            context = Context(self, what.argv, what.env, what.cwd, what.user, *fds)
+            process.task = asyncio.get_running_loop().create_task(self._play(process, program, context))
+            # Not in _play itself: a task that is cancelled before its first step runs none of its code.
+            process.task.add_done_callback(partial(self._played, process, fds))
+        return process
+
+    async def listen(self, port: int) -> socket.socket:
+        self._check_alive()
+        if port in self._ports:
+            raise Conflict(f"port {port} is taken in box {self.id}")
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        self._ports[port] = listener.getsockname()[1]
+        return listener
+
+    async def connect(self, port: int) -> socket.socket:
+        self._check_alive()
+        connection = socket.socket()
+        connection.setblocking(False)
+        try:
+            if port not in self._ports:
+                raise ConnectionRefusedError
+            await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self._ports[port]))
+        except OSError:
+            connection.close()
+            raise NotFound(f"nothing listens on port {port} in box {self.id}") from None
+        return connection
+
+    async def open(self, path: str, flags: int, mode: int = 0o644, user: int = 0, parents: bool = False) -> int:
+        self._check_alive()
+        path = posixpath.normpath(path)
+        parent = posixpath.dirname(path)
+        if path in self._directories:
+            if flags & os.O_ACCMODE != os.O_RDONLY:
+                raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            return os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if path not in self._files:
+            if flags & os.O_CREAT and parents:
+                while parent not in self._directories:
+                    self._directories.add(parent)
+                    parent = posixpath.dirname(parent)
+            if not flags & os.O_CREAT or parent not in self._directories:
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            self._files[path] = os.memfd_create(posixpath.basename(path), os.MFD_CLOEXEC)
+            os.fchmod(self._files[path], mode)
+        # Opened anew through /proc, so that each descriptor has an offset and flags of its own.
+        return os.open(f"/proc/self/fd/{self._files[path]}", (flags & ~(os.O_CREAT | os.O_EXCL)) | os.O_CLOEXEC)
+
+    async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
+        self.die(ending)
+        tasks = [process.task for process in self._processes.values() if process.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+        return self.death.result()
+
+    def die(self, ending: Ending, detail: str | None = None) -> None:
+        """The box is gone, as if its helper had been killed. Tests call it; the first ending counts."""
+        if self.death.done():
+            return
+        self.death.set_result(Death(ending, detail))
+        for process in self._processes.values():
+            process.end(Exit(signal=signal.SIGKILL))
+            if process.task is not None:
+                process.task.cancel()
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+        self._ports.clear()
+        self._gone()
+
+    def _check_alive(self) -> None:
+        if self.death.done():
+            raise SandboxEnded(f"box {self.id} has ended: {self.death.result().ending}")
+
+    async def _play(self, process: FakeProcess, program: Program, context: Context) -> None:
+        try:
+            code = await program(context)
+            process.end(Exit(code=code) if code >= 0 else Exit(signal=-code))
+        except BrokenPipeError:
+            process.end(Exit(signal=signal.SIGPIPE))
+
+    def _played(self, process: FakeProcess, fds: list[int], task: asyncio.Task[None]) -> None:
+        self._processes.pop(process.pid, None)
+        for fd in fds:
+            os.close(fd)
+        if not task.cancelled() and task.exception() is not None:
+            # A script that is wrong crashes as a program does; the loop reports the exception itself.
+            process.end(Exit(signal=signal.SIGABRT))
+            task.result()
+        process.end(Exit(signal=signal.SIGKILL))
+
+
+class FakeDriver:
+    """Makes boxes in memory. `programs` are found by their name; `creating` is awaited before each box is made and
+    may take its time or raise, as a host in trouble would."""
+
+    name = "fake"
+
+    def __init__(
+        self,
+        programs: Mapping[str, Program] | None = None,
+        creating: Callable[[str, SandboxSpec], Awaitable[None]] | None = None,
+    ) -> None:
+        self.boxes: dict[str, FakeBox] = {}  # those alive
+        self.swept: list[Path] = []
+        self._programs = {**_PROGRAMS, **(programs or {})}
+        self._creating = creating
+
+    async def create(self, box_id: str, spec: SandboxSpec, named: frozenset[str]) -> FakeBox:
+        if spec.image != "host":
+            raise NotFound(f"there is no image {spec.image}", "the image of a fake box is `host`")
+        _check_volumes(spec)
+        if self._creating is not None:
+            await self._creating(box_id, spec)
+        box = FakeBox(box_id, spec, self._programs, partial(self._forget, box_id))
+        self.boxes[box_id] = box
+        return box
+
+    def _forget(self, box_id: str) -> None:
+        self.boxes.pop(box_id, None)
+
+    async def sweep(self, directory: Path) -> None:
+        self.swept.append(directory)
+
+    async def capabilities(self) -> list[Capability]:
+        return [Capability(name="box", state="kept", found="boxes in memory"), *_LOSSES]
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+_LOSSES = [Capability(name="isolation", state="loss", found="a fake box isolates nothing", fix="use the native driver")]
+
+
+def _duplicates(*given: int) -> list[int]:
+    """Descriptors of our own, non-blocking: scripts share one thread, where a program would block by itself."""
+    made: list[int] = []
+    try:
+        for fd in given:
+            made.append(os.dup(fd))
+            os.set_blocking(made[-1], False)
+    except OSError:
+        for fd in made:
+            os.close(fd)
+        raise
+    return made
+
+
+def _check_volumes(spec: SandboxSpec) -> None:
+    for volume in spec.volumes:
+        if not Path(volume.source).exists():
+            raise InvalidRequest(f"volume {volume.source} does not exist")
+
+
+async def _when_ready(fd: int, call: Callable[[], T], *, write: bool) -> T:
+    """`call()`, again once `fd` is ready if it would block. Tried first: /dev/null cannot be waited for."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            ready: asyncio.Future[None] = loop.create_future()
+            (loop.add_writer if write else loop.add_reader)(fd, _resolve, ready)
+            try:
+                await ready
+            finally:
+                (loop.remove_writer if write else loop.remove_reader)(fd)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,154 @@
+"""What exists on this node and why things died: a directory of its own, a file of lines in it, and counts.
+
+It owns the node's directory (one per node, its lock held as long as the node lives) and the record of every create
+and ending. It promises that created = running + the sum of the endings at every moment, and that two nodes on a host
+never take each other for dead. It never touches a box: what a dead node left behind is removed by the driver, which
+`Node.start` asks for every directory that `abandoned` yields.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from sandlot.api import Ending
+from sandlot.errors import HostFault, host_fault
+
+# A directory that is being made is not locked yet for some microseconds; one this old (seconds) never will be.
+_HALF_MADE_SECONDS = 60
+
+
+def default_state_dir() -> Path:
+    """Where the nodes of this user keep their directories; made on first use."""
+    if os.geteuid() == 0:
+        return Path("/run/sandlot")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime, "sandlot") if runtime else Path(f"/tmp/sandlot-{os.geteuid()}")
+
+
+class NodeDirectory:
+    """A directory that belongs to one node. Its lock is the proof of life: the kernel lets it go when the node dies."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @property
+    def short_id(self) -> str:
+        """Six characters; part of each sandbox id made here."""
+        return self.path.name.removeprefix("node-")
+
+    @classmethod
+    def claim(cls, state_dir: Path | None = None) -> NodeDirectory:
+        """A new directory under `state_dir` (None: this user's default), locked. Raises HostFault."""
+        root = default_state_dir() if state_dir is None else state_dir
+        short_id = secrets.token_hex(3)
+        made = root / f".new-{short_id}"
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = root.stat()
+            # In /tmp anybody could have made it first, to read or replace what is kept there.
+            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+                raise HostFault(f"{root} can be written by other users", "name another directory with `--state-dir`")
+            made.mkdir(mode=0o700)
+            try:
+                lock = os.open(made / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Named only when it is locked, so that no sweep can take it for an abandoned one.
+                return cls(made.rename(root / f"node-{short_id}"), lock)
+            except OSError:
+                shutil.rmtree(made, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise host_fault(error, f"make a node's directory in {root}") from error
+
+    def abandoned(self) -> Iterator[NodeDirectory]:
+        """The directories beside this one whose node is dead, each locked while the caller looks at it."""
+        for path in sorted(self.path.parent.iterdir()):
+            half_made = path.name.startswith(".new-")
+            if path == self.path or not (half_made or path.name.startswith("node-")):
+                continue
+            try:
+                if half_made and time.time() - path.stat().st_mtime < _HALF_MADE_SECONDS:
+                    continue
+                lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError:
+                continue  # another node swept it between the listing and now
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                continue  # its node lives
+            yield NodeDirectory(path, lock)
+
+    def release(self) -> None:
+        """Let go of the lock; the directory stays."""
+        os.close(self._lock)
+
+    def remove(self) -> None:
+        """Remove the directory, then let go of the lock. Raises OSError if something in it cannot be removed."""
+        try:
+            shutil.rmtree(self.path)
+        finally:
+            self.release()
+
+
+class Ledger:
+    """The record of creates and endings: lines in `directory/ledger.jsonl` for after a crash, counts for now."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "ledger.jsonl"
+        self._counts: Counter[str] = Counter()
+        try:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise host_fault(error, f"write {self.path}") from error
+
+    def begin(self, sandbox_id: str, image: str) -> None:
+        """A create begins. Raises HostFault, and then counts nothing, where it cannot be written down."""
+        try:
+            self._write(event="create", id=sandbox_id, image=image)
+        except OSError as error:
+            raise host_fault(error, f"write {self.path}") from error
+        self._counts["created"] += 1
+
+    def end(self, sandbox_id: str, ending: Ending, detail: str | None) -> None:
+        """A sandbox that was begun has ended. Never fails: an ending happens whether or not it can be written."""
+        self._counts[ending] += 1
+        self.note(event="end", id=sandbox_id, ending=ending, detail=detail)
+
+    def note(self, **fields: object) -> None:
+        """A line for the reader of the file, if there is room for it."""
+        try:
+            self._write(**fields)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            # The worst that comes of a missing line is a look, after a crash, for a sandbox that is already gone.
+
+    def counts(self) -> dict[str, int]:
+        """`created`, `running` and every ending, zeros included."""
+        endings = {ending.value: self._counts[ending] for ending in Ending}
+        created = self._counts["created"]
+        return {"created": created, "running": created - sum(endings.values()), **endings}
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _write(self, **fields: object) -> None:
+        # On the event loop: it is a write of ~100 bytes into the page cache (10 µs). There is no fsync, because a
+        # host that loses its page cache has lost its sandboxes too.
+        line = json.dumps({"at": round(time.time(), 3), **fields}).encode() + b"\n"
+        written = os.write(self._fd, line)
+        if written < len(line):  # the disk filled up in the middle of it: take the half line back
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,196 @@
+"""What users hold: a Sandbox, wherever its node is.
+
+It owns one sandbox's id and the node's address, and adds nothing to what the node does except words: shell text for an
+argument list, keyword arguments for a spec. Without a node or a URL it uses a node of this process, which is made on
+first use, shared by all sandboxes of an event loop, and closed when that loop ends: nothing has to be started or
+stopped. The blocking twin in `sync.py` is generated from this file by `tools/make_sync.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from sandlot.aio import shielded
+from sandlot.api import Info, Limits, NodeAPI, Run, RunResult, SandboxSpec, Target, Volume
+from sandlot.errors import invalid
+
+
+class Sandbox:
+    """One isolated Linux box: `async with await Sandbox.create() as box: print((await box.run("uname")).stdout)`."""
+
+    def __init__(self, node: NodeAPI, info: Info) -> None:
+        """A sandbox that `node` made already. `Sandbox.create` makes a new one."""
+        self.id = info.id
+        self.losses = info.losses
+        self._node = node
+        self._routed_env: dict[str, str] = {}
+
+    @classmethod
+    async def create(
+        cls,
+        image: str = "host",
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        hostname: str | None = None,
+        limits: Limits | Mapping[str, Any] | None = None,
+        volumes: Sequence[Volume | Mapping[str, Any]] | None = None,
+        labels: Mapping[str, str] | None = None,
+        setuid: bool | None = None,
+        lifetime: float | None = None,
+        idle_timeout: float | None = None,
+        node: NodeAPI | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+    ) -> Sandbox:
+        """A new sandbox in which a command can run. What the arguments mean: `SandboxSpec`; None is its default.
+
+        It lives on `node` if one is given, else on the server at `url`, else in this process. A limit that is named
+        in `limits` is refused (Unsupported) where the host cannot keep it; `losses` says which defaults it does not.
+        """
+        asked = {
+            "image": image,
+            "env": env,
+            "cwd": cwd,
+            "hostname": hostname,
+            "limits": limits,
+            "volumes": volumes,
+            "labels": labels,
+            "setuid": setuid,
+            "lifetime": lifetime,
+            "idle_timeout": idle_timeout,
+        }
+        try:
+            spec = SandboxSpec.model_validate({name: value for name, value in asked.items() if value is not None})
+        except ValidationError as error:
+            raise invalid(error) from None
+        if node is None:
+            node = await _node_of_this_loop(url, api_key)
+        return cls(node, await node.create(spec))
+
+    @classmethod
+    async def attach(
+        cls, sandbox_id: str, *, node: NodeAPI | None = None, url: str | None = None, api_key: str | None = None
+    ) -> Sandbox:
+        """A sandbox that exists already, by its id. Raises NotFound."""
+        if node is None:
+            node = await _node_of_this_loop(url, api_key)
+        return cls(node, await node.info(sandbox_id))
+
+    async def __aenter__(self) -> Sandbox:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def run(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str = b"",
+        timeout: float | None = 300.0,
+        user: int = 0,
+        output_cap: int = 1 << 20,
+    ) -> RunResult:
+        """Run a command to its end. Text is run by `sh -c`; a sequence is a program and its arguments.
+
+        A failure of the command is in the result, never an exception: `exit_code`, `signal`, `timed_out`, `oom`. Of
+        each stream `output_cap` bytes are kept. `timeout` is in seconds; None: as long as the sandbox lives.
+        """
+        try:
+            run = Run(
+                argv=("sh", "-c", command) if isinstance(command, str) else tuple(command),
+                cwd=cwd,
+                env={**self._routed_env, **(env or {})},
+                stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+                timeout=timeout,
+                user=user,
+                output_cap=output_cap,
+            )
+        except ValidationError as error:
+            raise invalid(error) from None
+        return await self._node.run(self.id, run)
+
+    async def read_file(self, path: str) -> bytes:
+        """The bytes of a regular file inside, up to 64 MiB. `path` is absolute."""
+        return await self._node.read_file(self.id, path)
+
+    async def write_file(self, path: str, data: bytes | str, mode: int = 0o644) -> None:
+        """Make or replace a file inside, with its missing parents; text as UTF-8. Not atomic: written in place."""
+        await self._node.write_file(self.id, path, data.encode() if isinstance(data, str) else data, mode)
+
+    async def route(self, port: int, target: Target) -> None:
+        """Let `target`, an ASGI application of this process or an Upstream, answer on 127.0.0.1:port inside.
+
+        The sandbox needs no network for it and reaches nothing else through it. Later runs from this object find the
+        address in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, with a placeholder for a key.
+        """
+        await self._node.route(self.id, port, target)
+        base = f"http://127.0.0.1:{port}"
+        self._routed_env |= {
+            "OPENAI_BASE_URL": f"{base}/v1",
+            "OPENAI_API_KEY": "sandlot",
+            "ANTHROPIC_BASE_URL": base,
+            "ANTHROPIC_API_KEY": "sandlot",
+        }
+
+    async def info(self) -> Info:
+        """What is known of it; after its end, why it ended."""
+        return await self._node.info(self.id)
+
+    async def close(self) -> Info:
+        """End it; idempotent. On return no process of it is left."""
+        return await self._node.destroy(self.id)
+
+
+async def open_node(url: str | None = None, api_key: str | None = None, state_dir: Path | None = None) -> NodeAPI:
+    """A node to make sandboxes on, which the caller closes: of this process, started, or the server at `url`."""
+    if url is not None:
+        from sandlot.client import HttpNode
+
+        return HttpNode(url, api_key)
+    from sandlot.node.node import local_node  # the one place above the node that knows it
+
+    node = local_node(state_dir)
+    await node.start()
+    return node
+
+
+_Key = tuple[str | None, str | None]
+_Shared = dict[_Key, "asyncio.Task[tuple[NodeAPI, AsyncIterator[None]]]"]
+_shared: dict[asyncio.AbstractEventLoop, _Shared] = {}
+
+
+async def _node_of_this_loop(url: str | None, api_key: str | None) -> NodeAPI:
+    """The node that sandboxes without one of their own share."""
+    loop = asyncio.get_running_loop()
+    opened = _shared.setdefault(loop, {})
+    key = (url, api_key)
+    task = opened.get(key)
+    if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        task = opened[key] = loop.create_task(_open_shared(url, api_key))
+    node, _ = await asyncio.shield(task)  # a caller who gives up does not take it from the others
+    return node
+
+
+async def _open_shared(url: str | None, api_key: str | None) -> tuple[NodeAPI, AsyncIterator[None]]:
+    node = await open_node(url, api_key)
+    keeper = _close_with_the_loop(node)
+    await anext(keeper)
+    return node, keeper
+
+
+async def _close_with_the_loop(node: NodeAPI) -> AsyncIterator[None]:
+    """A loop that ends (`asyncio.run` does it) closes the generators that are still open: the only hook it offers."""
+    try:
+        yield
+    finally:
+        _shared.pop(asyncio.get_running_loop(), None)
+        await shielded(node.close())

@@ -1,0 +1,108 @@
+"""The native HTTP API: one short function per route, the models of `api.py` as they are.
+
+It decides nothing: each function calls the node's method of the same meaning and returns what it returns.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
+from pydantic import BaseModel, TypeAdapter
+
+from sandlot.api import Capability, Ending, Info, NodeAPI, Run, RunResult, SandboxSpec, Upstream
+
+router = APIRouter(prefix="/v1")
+
+_INFOS = TypeAdapter(list[Info])
+
+
+async def _node(request: Request) -> NodeAPI:
+    node: NodeAPI = request.app.state.node
+    return node
+
+
+Node = Annotated[NodeAPI, Depends(_node)]
+Id = Annotated[str, Path(description="a sandbox's id", examples=["sb-0a1b2c3d4e5f60"])]
+FilePath = Annotated[str, Query(description="absolute path inside", examples=["/root/notes.txt"])]
+
+
+def _json(answer: BaseModel, status: int = 200) -> Response:
+    """As pydantic writes it: without the second validation that a returned model would go through."""
+    return Response(answer.model_dump_json(), status, media_type="application/json")
+
+
+@router.post("/sandboxes", status_code=201, response_model=Info)
+async def create(request: Request, node: Node, spec: SandboxSpec) -> Response:
+    """Make a sandbox; answers when a command can run in it."""
+    info = await node.create(spec)
+    if await request.is_disconnected():  # nobody would ever know its id
+        info = await node.destroy(info.id, Ending.KILLED)
+    return _json(info, 201)
+
+
+@router.get("/sandboxes", response_model=list[Info])
+async def list_running(node: Node) -> Response:
+    """The running sandboxes."""
+    return Response(_INFOS.dump_json(await node.list()), media_type="application/json")
+
+
+@router.get("/sandboxes/{sandbox_id}", response_model=Info)
+async def info(node: Node, sandbox_id: Id) -> Response:
+    """What is known of a sandbox, for an hour after its end too."""
+    return _json(await node.info(sandbox_id))
+
+
+@router.delete("/sandboxes/{sandbox_id}", response_model=Info)
+async def destroy(node: Node, sandbox_id: Id, ending: Ending = Ending.EXIT) -> Response:
+    """End a sandbox; idempotent. When it answers no process of it is left."""
+    return _json(await node.destroy(sandbox_id, ending))
+
+
+@router.post("/sandboxes/{sandbox_id}/run", response_model=RunResult)
+async def run(node: Node, sandbox_id: Id, run: Run) -> Response:
+    """Run a command to its end. A failure of the command is a result, not an error."""
+    return _json(await node.run(sandbox_id, run))
+
+
+@router.get("/sandboxes/{sandbox_id}/files", response_class=Response)
+async def read_file(node: Node, sandbox_id: Id, path: FilePath) -> Response:
+    """The bytes of a regular file."""
+    return Response(await node.read_file(sandbox_id, path), media_type="application/octet-stream")
+
+
+@router.put("/sandboxes/{sandbox_id}/files", status_code=204)
+async def write_file(
+    node: Node,
+    sandbox_id: Id,
+    path: FilePath,
+    request: Request,
+    mode: Annotated[int, Query(ge=0, le=0o777, description="permission bits, as a decimal number")] = 0o644,
+) -> Response:
+    """Make or replace a file with the request's body; missing parents are made."""
+    await node.write_file(sandbox_id, path, await request.body(), mode)
+    return Response(status_code=204)
+
+
+@router.post("/sandboxes/{sandbox_id}/routes/{port}", status_code=204)
+async def route(
+    node: Node,
+    sandbox_id: Id,
+    port: Annotated[int, Path(ge=1, le=65_535)],
+    upstream: Annotated[Upstream, Body()],
+) -> Response:
+    """Let a URL answer on 127.0.0.1:port inside; the headers given here are added where the sandbox cannot see them."""
+    await node.route(sandbox_id, port, upstream)
+    return Response(status_code=204)
+
+
+@router.get("/capabilities")
+async def capabilities(node: Node) -> list[Capability]:
+    """What this host keeps of what Sandlot promises."""
+    return await node.capabilities()
+
+
+@router.get("/ledger")
+async def ledger(node: Node) -> dict[str, int]:
+    """How many creates were begun, how many sandboxes run, how many ended in each way."""
+    return await node.counts()

@@ -1,0 +1,210 @@
+"""The blocking twin of sandbox.py: the same calls without `async`. Written by tools/make_sync.py only.
+
+All SyncSandboxes of a process share one event loop in one background thread, which is started by the first of them and
+ends, with every sandbox that is still open, when the interpreter exits. Calls may come from any thread. A process that
+forks starts anew in the child: sandboxes made before belong to the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sandlot.api import Info, Limits, NodeAPI, RunResult, Target, Volume
+from sandlot.sandbox import Sandbox
+
+T = TypeVar("T")
+
+# Seconds that ending the sandboxes which are still open may take when the interpreter exits.
+_EXIT_SECONDS = 30.0
+
+
+class _Background:
+    """The thread and its loop; both None until they are needed."""
+
+    lock = threading.Lock()
+    loop: asyncio.AbstractEventLoop | None = None
+    thread: threading.Thread | None = None
+
+    @classmethod
+    def running(cls) -> asyncio.AbstractEventLoop:
+        with cls.lock:
+            if cls.loop is None:
+                cls.loop = asyncio.new_event_loop()
+                cls.thread = threading.Thread(target=cls.loop.run_forever, name="sandlot", daemon=True)
+                cls.thread.start()
+            return cls.loop
+
+    @classmethod
+    def stop(cls) -> None:
+        if cls.loop is None or cls.thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(cls.loop.shutdown_asyncgens(), cls.loop).result(_EXIT_SECONDS)
+        cls.loop.call_soon_threadsafe(cls.loop.stop)
+        cls.thread.join(_EXIT_SECONDS)
+        cls.loop.close()
+        cls.forget()
+
+    @classmethod
+    def forget(cls) -> None:
+        cls.lock = threading.Lock()
+        cls.loop = cls.thread = None
+
+
+atexit.register(_Background.stop)
+os.register_at_fork(after_in_child=_Background.forget)
+
+
+def _wait(work: Coroutine[Any, Any, T]) -> T:
+    future = asyncio.run_coroutine_threadsafe(work, _Background.running())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # Ctrl-C while waiting: the work is given up too
+        raise
+
+
+class SyncSandbox:
+    """One isolated Linux box: `with SyncSandbox.create() as box: print(box.run("uname").stdout)`."""
+
+    def __init__(self, inner: Sandbox) -> None:
+        """Use `create`."""
+        self._inner = inner
+        self.id = inner.id
+        self.losses = inner.losses
+
+    def __enter__(self) -> SyncSandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @classmethod
+    def create(
+        cls,
+        image: str = "host",
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        hostname: str | None = None,
+        limits: Limits | Mapping[str, Any] | None = None,
+        volumes: Sequence[Volume | Mapping[str, Any]] | None = None,
+        labels: Mapping[str, str] | None = None,
+        setuid: bool | None = None,
+        lifetime: float | None = None,
+        idle_timeout: float | None = None,
+        node: NodeAPI | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+    ) -> SyncSandbox:
+        """A new sandbox in which a command can run. What the arguments mean: `SandboxSpec`; None is its default.
+
+        It lives on `node` if one is given, else on the server at `url`, else in this process. A limit that is named
+        in `limits` is refused (Unsupported) where the host cannot keep it; `losses` says which defaults it does not.
+        """
+        return cls(_wait(
+            Sandbox.create(
+                image,
+                env=env,
+                cwd=cwd,
+                hostname=hostname,
+                limits=limits,
+                volumes=volumes,
+                labels=labels,
+                setuid=setuid,
+                lifetime=lifetime,
+                idle_timeout=idle_timeout,
+                node=node,
+                url=url,
+                api_key=api_key,
+            )
+        ))
+
+    @classmethod
+    def attach(
+        cls, sandbox_id: str, *, node: NodeAPI | None = None, url: str | None = None, api_key: str | None = None
+    ) -> SyncSandbox:
+        """A sandbox that exists already, by its id. Raises NotFound."""
+        return cls(_wait(
+            Sandbox.attach(
+                sandbox_id,
+                node=node,
+                url=url,
+                api_key=api_key,
+            )
+        ))
+
+    def run(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str = b"",
+        timeout: float | None = 300.0,
+        user: int = 0,
+        output_cap: int = 1 << 20,
+    ) -> RunResult:
+        """Run a command to its end. Text is run by `sh -c`; a sequence is a program and its arguments.
+
+        A failure of the command is in the result, never an exception: `exit_code`, `signal`, `timed_out`, `oom`. Of
+        each stream `output_cap` bytes are kept. `timeout` is in seconds; None: as long as the sandbox lives.
+        """
+        return _wait(
+            self._inner.run(
+                command,
+                cwd=cwd,
+                env=env,
+                stdin=stdin,
+                timeout=timeout,
+                user=user,
+                output_cap=output_cap,
+            )
+        )
+
+    def read_file(self, path: str) -> bytes:
+        """The bytes of a regular file inside, up to 64 MiB. `path` is absolute."""
+        return _wait(
+            self._inner.read_file(
+                path,
+            )
+        )
+
+    def write_file(self, path: str, data: bytes | str, mode: int = 0o644) -> None:
+        """Make or replace a file inside, with its missing parents; text as UTF-8. Not atomic: written in place."""
+        _wait(
+            self._inner.write_file(
+                path,
+                data,
+                mode,
+            )
+        )
+
+    def route(self, port: int, target: Target) -> None:
+        """Let `target`, an ASGI application of this process or an Upstream, answer on 127.0.0.1:port inside.
+
+        The sandbox needs no network for it and reaches nothing else through it. Later runs from this object find the
+        address in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, with a placeholder for a key.
+        """
+        _wait(
+            self._inner.route(
+                port,
+                target,
+            )
+        )
+
+    def info(self) -> Info:
+        """What is known of it; after its end, why it ended."""
+        return _wait(
+            self._inner.info()
+        )
+
+    def close(self) -> Info:
+        """End it; idempotent. On return no process of it is left."""
+        return _wait(
+            self._inner.close()
+        )

@@ -1,0 +1,37 @@
+"""Promises, kept by every driver that ships:
+
+1. Each check of `drivers/conformance.py` passes over the fake driver, except those that need a kernel.
+2. Each passes over the native driver on a host that can make native boxes; on another one the reason is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sandlot.drivers.conformance import CHECKS, Check
+from sandlot.drivers.fake import FakeDriver
+from sandlot.node.ledger import NodeDirectory
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if not check.needs], ids=lambda check: check.name)
+async def test_fake(check: Check) -> None:
+    driver = FakeDriver()
+    await asyncio.wait_for(check.run(driver), 60)
+    assert not driver.boxes
+    await driver.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+async def test_native(check: Check, native_reason: str | None, tmp_path: Path) -> None:
+    if native_reason:
+        pytest.skip(native_reason)
+    from sandlot.drivers.native.box import NativeDriver
+
+    directory = NodeDirectory.claim(tmp_path)
+    driver = NativeDriver(directory.path)
+    await asyncio.wait_for(check.run(driver), 60)
+    await driver.close()
+    directory.remove()

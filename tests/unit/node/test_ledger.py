@@ -1,0 +1,88 @@
+"""Promises of the node's directory and ledger:
+
+1. A node's directory is locked as long as the node lives, however it dies; only then is it called abandoned.
+2. A directory that others could have written is refused.
+3. created = running + the sum of the endings, at every moment.
+4. A full disk refuses a create with a hint and counts nothing; an ending is counted all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandlot.api import Ending
+from sandlot.errors import HostFault
+from sandlot.node.ledger import Ledger, NodeDirectory
+
+
+def test_directories_of_living_nodes_are_not_abandoned(tmp_path: Path) -> None:
+    one, other = NodeDirectory.claim(tmp_path), NodeDirectory.claim(tmp_path)
+    assert one.path != other.path
+    assert list(one.abandoned()) == []
+    other.release()
+    (found,) = one.abandoned()
+    assert found.path == other.path
+    found.remove()
+    assert not other.path.exists()
+    one.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_node_leaves_an_abandoned_directory(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from sandlot.node.ledger import NodeDirectory as N\n"
+        "n = N.claim(pathlib.Path(sys.argv[1])); print(n.short_id, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdout is not None
+        short_id = node.stdout.readline().strip()
+        mine = NodeDirectory.claim(tmp_path)
+        assert list(mine.abandoned()) == []
+        node.send_signal(signal.SIGKILL)
+    (found,) = mine.abandoned()
+    assert found.short_id == short_id
+    # While one node looks at it, it is nobody else's to sweep.
+    assert list(NodeDirectory.claim(tmp_path).abandoned()) == []
+
+
+def test_what_others_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(HostFault, match="can be written by other users") as refusal:
+        NodeDirectory.claim(tmp_path)
+    assert "--state-dir" in (refusal.value.hint or "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_counts_add_up(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    for i in range(5):
+        ledger.begin(f"sb-{i}", "host")
+    ledger.end("sb-0", Ending.EXIT, None)
+    ledger.end("sb-1", Ending.OOM, "out of memory")
+    counts = ledger.counts()
+    assert (counts["created"], counts["running"], counts["exit"], counts["oom"]) == (5, 3, 1, 1)
+    assert counts["created"] == counts["running"] + sum(counts[ending] for ending in Ending)
+    lines = [json.loads(line) for line in ledger.path.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["create"] * 5 + ["end"] * 2
+    assert lines[-1] | {"id": "sb-1", "ending": "oom", "detail": "out of memory"} == lines[-1]
+    ledger.close()
+
+
+def test_a_full_disk_refuses_a_create_and_never_an_ending(tmp_path: Path) -> None:
+    os.symlink("/dev/full", tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path)
+    with pytest.raises(HostFault, match="No space left") as fault:
+        ledger.begin("sb-0", "host")
+    assert "free some space" in (fault.value.hint or "")
+    assert ledger.counts()["created"] == 0
+    ledger.end("sb-0", Ending.EXIT, None)
+    assert ledger.counts()["exit"] == 1
+    ledger.close()

@@ -1,0 +1,92 @@
+"""Promises of an application on a listener:
+
+1. An answer leaves at once: its body does not wait for the receipt of its head.
+2. `drain` lets an answer finish and drops idle connections; `close` drops everything, and the application is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from sandlot import asgi
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
+
+
+async def listening(app: Any) -> tuple[asgi.Served, int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return await asgi.serve(listener, app), port
+
+
+class Slow:
+    """Answers when it is let go; knows whether its caller left."""
+
+    def __init__(self) -> None:
+        self.asked, self.go_on, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        self.asked.set()
+        gone = asyncio.ensure_future(receive())
+        waiting = asyncio.ensure_future(self.go_on.wait())
+        await asyncio.wait((gone, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            self.left.set()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+
+async def test_an_answer_leaves_at_once() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    served, port = await listening(app)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    seconds = []
+    for _ in range(11):
+        started = time.perf_counter()
+        writer.write(REQUEST)
+        await reader.readuntil(b"done")
+        seconds.append(time.perf_counter() - started)
+    assert sorted(seconds)[5] < 0.02
+    writer.close()
+    served.close()
+
+
+async def test_drain_lets_an_answer_finish() -> None:
+    app = Slow()
+    served, port = await listening(app)
+    idle, idle_writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST)
+    await app.asked.wait()
+    draining = asyncio.ensure_future(served.drain(5))
+    assert await asyncio.wait_for(idle.read(), 5) == b""
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+    app.go_on.set()
+    assert (await asyncio.wait_for(reader.read(), 5)).endswith(b"done")
+    await draining
+    idle_writer.close()
+    writer.close()
+
+
+async def test_close_drops_everything_and_tells_the_application() -> None:
+    app = Slow()
+    served, port = await listening(app)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST)
+    await app.asked.wait()
+    served.close()
+    with suppress(ConnectionResetError):
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+    await asyncio.wait_for(app.left.wait(), 5)
+    writer.close()

@@ -1,0 +1,281 @@
+"""Promises of a node behind HTTP, over a real server on a free port:
+
+1. Results and errors are the node's own: the same values, the same exception classes, messages and hints.
+2. Bytes of any kind survive, of files, input and output.
+3. An application of this process answers for a sandbox on the server; its key never reaches the box or the application.
+4. A create that is cancelled leaves nothing on the server; every ending is counted there.
+5. No server, a stranger's server and a server that breaks off are three clear errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandlot import asgi
+from sandlot.api import Ending, Limits, Run, SandboxSpec, Upstream
+from sandlot.client import HttpNode
+from sandlot.drivers.fake import Context, FakeDriver
+from sandlot.errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    SandboxEnded,
+    SandlotError,
+    StartFailed,
+    Unreachable,
+    Unsupported,
+)
+from sandlot.node.node import Node
+from sandlot.sandbox import Sandbox
+from sandlot.server.app import create_app
+
+
+async def ask(context: Context) -> int:
+    reader, writer = await context.connect(8484)
+    writer.write(b"GET /models HTTP/1.1\r\nhost: m\r\nauthorization: Bearer sandlot\r\nconnection: close\r\n\r\n")
+    await context.write(await reader.read())
+    writer.close()
+    return 0
+
+
+async def listening(app: Any) -> tuple[asgi.Served, str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return await asgi.serve(listener, app), f"http://127.0.0.1:{port}"
+
+
+class Creating:
+    """What happens while the fake driver makes a box: nothing, a wait, or an error."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, box_id: str, spec: SandboxSpec) -> None:
+        if spec.labels.get("be") == "slow":
+            self.entered.set()
+            await self.go_on.wait()
+        if spec.labels.get("be") == "broken":
+            raise StartFailed("mount /proc: not permitted", "`sandlot doctor`")
+
+
+@pytest.fixture
+async def creating() -> Creating:
+    return Creating()
+
+
+@pytest.fixture
+async def local(tmp_path: Path, creating: Creating) -> AsyncIterator[Node]:
+    async with Node(FakeDriver({"ask": ask}, creating), tmp_path) as node:
+        yield node
+
+
+@pytest.fixture
+async def remote(local: Node) -> AsyncIterator[HttpNode]:
+    served, url = await listening(create_app(local))
+    node = HttpNode(url)
+    yield node
+    await node.close()
+    served.close()
+
+
+def run(*argv: str, **fields: Any) -> Run:
+    return Run(argv=argv, **fields)
+
+
+async def test_results_are_the_node_s_own(local: Node, remote: HttpNode) -> None:
+    made = await remote.create(SandboxSpec(labels={"a": "b"}))
+    assert made == await local.info(made.id) == await remote.info(made.id)
+    assert await remote.list() == await local.list()
+    result = await remote.run(made.id, run("false"))
+    assert (result.exit_code, result.ok) == (1, False)
+    assert (await remote.run(made.id, run("nope"))).exit_code == 127
+    assert (await remote.run(made.id, run("sleep", "9", timeout=0.05))).timed_out
+    assert await remote.capabilities() == await local.capabilities()
+    ended = await remote.destroy(made.id, Ending.PREEMPTED)
+    assert ended == await local.info(made.id)
+    assert await remote.counts() == await local.counts()
+    assert (await remote.counts())["preempted"] == 1
+
+
+async def test_errors_are_the_node_s_own(local: Node, remote: HttpNode) -> None:
+    made = await remote.create(SandboxSpec())
+    await remote.destroy(made.id)
+    wrong = [
+        (NotFound, lambda node: node.create(SandboxSpec(image="nope"))),
+        (NotFound, lambda node: node.info("sb-ä %2e?#")),
+        (SandboxEnded, lambda node: node.run(made.id, run("true"))),
+        (StartFailed, lambda node: node.create(SandboxSpec(labels={"be": "broken"}))),
+        (NotFound, lambda node: node.destroy("sb-never")),
+    ]
+    for kind, call in wrong:
+        said = []
+        for node in (local, remote):
+            with pytest.raises(kind) as raised:
+                await call(node)
+            said.append((type(raised.value), raised.value.message.replace("1 s", "0 s"), raised.value.hint))
+        assert said[0] == said[1]
+    box = (await remote.create(SandboxSpec())).id
+    with pytest.raises(InvalidRequest, match="is a directory"):
+        await remote.read_file(box, "/tmp")
+    with pytest.raises(InvalidRequest):
+        await remote.write_file(box, "/tmp/x", b"", mode=0o7777)
+
+
+async def test_any_bytes_survive(remote: HttpNode) -> None:
+    box = (await remote.create(SandboxSpec())).id
+    data = os.urandom(2 << 20)
+    path = "/root/ä dir/100%?&#.bin"
+    await remote.write_file(box, path, data, mode=0o600)
+    assert await remote.read_file(box, path) == data
+    assert (await remote.run(box, run("cat", stdin=data[: 1 << 20]))).out.data == data[: 1 << 20]
+    await remote.write_file(box, path, b"")
+    assert await remote.read_file(box, path) == b""
+
+
+async def test_only_named_limits_are_named_on_the_server(tmp_path: Path) -> None:
+    seen: list[frozenset[str]] = []
+
+    class Noting(FakeDriver):
+        async def create(self, box_id: str, spec: Any, named: frozenset[str]) -> Any:
+            seen.append(named)
+            return await super().create(box_id, spec, named)
+
+    async with Node(Noting(), tmp_path) as local:
+        served, url = await listening(create_app(local))
+        remote = HttpNode(url)
+        await remote.create(SandboxSpec(limits=Limits(memory=1 << 30)))
+        await remote.create(SandboxSpec())
+        await remote.close()
+        served.close()
+    assert seen == [{"memory"}, frozenset()]
+
+
+async def test_an_application_here_answers_for_a_sandbox_there(remote: HttpNode) -> None:
+    seen: list[dict[bytes, bytes]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(dict(scope["headers"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for word in (b"one ", b"two"):
+            await send({"type": "http.response.body", "body": word, "more_body": True})
+        await send({"type": "http.response.body", "body": scope["path"].encode()})
+
+    async with await Sandbox.create(node=remote) as box:
+        await box.route(8484, app)
+        answer = (await box.run(["ask"])).stdout
+        assert answer.startswith("HTTP/1.1 200 ")
+        assert all(word in answer for word in ("one ", "two", "/models"))
+        assert b"authorization" not in seen[0]
+        assert "Bearer" not in answer
+        with pytest.raises(Conflict):
+            await box.route(8484, app)
+        assert remote._handlers is not None
+        assert len(remote._handlers._apps) == 1
+    assert remote._handlers._apps == {}
+
+
+async def test_who_has_no_key_reaches_no_application(remote: HttpNode, local: Node) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("reached")
+
+    box = (await remote.create(SandboxSpec())).id
+    await remote.route(box, 8484, app)
+    assert remote._handlers is not None
+    assert remote._handlers._served is not None
+    port = remote._handlers._served.result()[1]
+    await local.route(box, 8485, Upstream(url=f"http://127.0.0.1:{port}"))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: m\r\nauthorization: Bearer guess\r\nconnection: close\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
+    writer.close()
+    with pytest.raises(Unsupported, match="cannot reach an application of this process"):
+        await HttpNode("http://192.0.2.1:1").route(box, 1, app)
+
+
+async def test_a_cancelled_create_leaves_nothing_on_the_server(
+    local: Node, remote: HttpNode, creating: Creating
+) -> None:
+    asking = asyncio.ensure_future(remote.create(SandboxSpec(labels={"be": "slow"})))
+    await creating.entered.wait()
+    asking.cancel()
+    creating.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert await local.list() == []
+    counts = await local.counts()
+    assert (counts["created"], counts["exit"], counts["running"]) == (1, 1, 0)
+
+
+async def test_a_client_that_vanishes_during_a_create_leaves_nothing(tmp_path: Path, creating: Creating) -> None:
+    died = asyncio.Event()
+
+    class Watched(FakeDriver):
+        async def create(self, *arguments: Any) -> Any:
+            box = await super().create(*arguments)
+            box.death.add_done_callback(lambda _: died.set())
+            return box
+
+    async with Node(Watched(creating=creating), tmp_path) as local:
+        served, url = await listening(create_app(local))
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        body = b'{"labels": {"be": "slow"}}'
+        writer.write(b"POST /v1/sandboxes HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n")
+        writer.write(b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        await creating.entered.wait()
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.sleep(0.02)
+        creating.go_on.set()
+        await asyncio.wait_for(died.wait(), 5)
+        await asyncio.sleep(0)
+        assert await local.list() == []
+        assert (await local.counts())["killed"] == 1
+        served.close()
+
+
+async def test_no_server_is_unreachable() -> None:
+    node = HttpNode("http://127.0.0.1:9")
+    with pytest.raises(Unreachable, match=r"no server answers at http://127\.0\.0\.1:9") as error:
+        await node.list()
+    assert "sandlot serve" in (error.value.hint or "")
+    await node.close()
+    for wrong in ("127.0.0.1:8750", "ftp://x", "http://"):
+        with pytest.raises(InvalidRequest, match=r"not the URL of a server|not a URL"):
+            HttpNode(wrong)
+
+
+async def test_a_stranger_s_server_is_recognised() -> None:
+    async def stranger(scope: Any, receive: Any, send: Any) -> None:
+        status = 200 if scope["method"] == "GET" else 502
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"<html>welcome</html>"})
+
+    served, url = await listening(stranger)
+    node = HttpNode(url)
+    with pytest.raises(SandlotError, match="is not a Sandlot server of this version"):
+        await node.list()
+    with pytest.raises(SandlotError, match="answered 502 without an explanation"):
+        await node.create(SandboxSpec())
+    await node.close()
+    served.close()
+
+
+async def test_a_server_that_breaks_off_is_said(remote: HttpNode, local: Node) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
+        await send({"type": "http.response.body", "body": b"[", "more_body": True})
+        served.close()
+
+    served, url = await listening(broken)
+    node = HttpNode(url)
+    with pytest.raises(Unreachable, match="broke the connection while listing the sandboxes"):
+        await node.list()
+    await node.close()

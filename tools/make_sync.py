@@ -1,0 +1,145 @@
+"""Write src/sandlot/sync.py, the blocking twin of sandbox.py. `--check` says whether it is up to date instead.
+
+Read from the syntax tree of `class Sandbox`: each public method becomes one that waits for the original on a loop in a
+background thread, with the same signature and docstring. Nothing in sync.py is kept by hand.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src/sandlot/sandbox.py"
+TARGET = SOURCE.with_name("sync.py")
+
+HEAD = '''"""The blocking twin of sandbox.py: the same calls without `async`. Written by tools/make_sync.py only.
+
+All SyncSandboxes of a process share one event loop in one background thread, which is started by the first of them and
+ends, with every sandbox that is still open, when the interpreter exits. Calls may come from any thread. A process that
+forks starts anew in the child: sandboxes made before belong to the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sandlot.api import Info, Limits, NodeAPI, RunResult, Target, Volume
+from sandlot.sandbox import Sandbox
+
+T = TypeVar("T")
+
+# Seconds that ending the sandboxes which are still open may take when the interpreter exits.
+_EXIT_SECONDS = 30.0
+
+
+class _Background:
+    """The thread and its loop; both None until they are needed."""
+
+    lock = threading.Lock()
+    loop: asyncio.AbstractEventLoop | None = None
+    thread: threading.Thread | None = None
+
+    @classmethod
+    def running(cls) -> asyncio.AbstractEventLoop:
+        with cls.lock:
+            if cls.loop is None:
+                cls.loop = asyncio.new_event_loop()
+                cls.thread = threading.Thread(target=cls.loop.run_forever, name="sandlot", daemon=True)
+                cls.thread.start()
+            return cls.loop
+
+    @classmethod
+    def stop(cls) -> None:
+        if cls.loop is None or cls.thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(cls.loop.shutdown_asyncgens(), cls.loop).result(_EXIT_SECONDS)
+        cls.loop.call_soon_threadsafe(cls.loop.stop)
+        cls.thread.join(_EXIT_SECONDS)
+        cls.loop.close()
+        cls.forget()
+
+    @classmethod
+    def forget(cls) -> None:
+        cls.lock = threading.Lock()
+        cls.loop = cls.thread = None
+
+
+atexit.register(_Background.stop)
+os.register_at_fork(after_in_child=_Background.forget)
+
+
+def _wait(work: Coroutine[Any, Any, T]) -> T:
+    future = asyncio.run_coroutine_threadsafe(work, _Background.running())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # Ctrl-C while waiting: the work is given up too
+        raise
+
+
+class SyncSandbox:
+    """One isolated Linux box: `with SyncSandbox.create() as box: print(box.run("uname").stdout)`."""
+
+    def __init__(self, inner: Sandbox) -> None:
+        """Use `create`."""
+        self._inner = inner
+        self.id = inner.id
+        self.losses = inner.losses
+
+    def __enter__(self) -> SyncSandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+'''
+
+
+def twin(method: ast.AsyncFunctionDef, source: list[str]) -> str:
+    """The blocking form of one method, as source text."""
+    is_class = bool(method.decorator_list)
+    positional = [argument.arg for argument in method.args.args[1:]]
+    named = [f"{argument.arg}={argument.arg}" for argument in method.args.kwonlyargs]
+    passed = "".join(f"                {argument},\n" for argument in positional + named)
+    call = f"{'Sandbox' if is_class else 'self._inner'}.{method.name}(" + (
+        f"\n{passed}            )" if passed else ")"
+    )
+    docstring = method.body[0]
+    head = source[method.lineno - 1 : docstring.end_lineno]  # signature and docstring, as they are written
+    head[0] = head[0].replace("async def", "def")
+    returns = ast.unparse(method.returns) if method.returns else "None"
+    waited = f"_wait(\n            {call}\n        )"
+    if returns == "Sandbox":
+        waited = f"cls({waited})"
+        head = [line.replace("-> Sandbox:", "-> SyncSandbox:") for line in head]
+    lines = ["    @classmethod"] if is_class else []
+    return "\n".join([*lines, *head, f"        {'' if returns == 'None' else 'return '}{waited}"])
+
+
+def generated() -> str:
+    text = SOURCE.read_text()
+    tree = ast.parse(text)
+    sandbox = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Sandbox")
+    methods = [node for node in sandbox.body if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"]
+    return HEAD + "".join(f"\n{twin(method, text.splitlines())}\n" for method in methods)
+
+
+def main() -> int:
+    text = generated()
+    if "--check" in sys.argv[1:]:
+        if TARGET.exists() and TARGET.read_text() == text:
+            return 0
+        print("error: src/sandlot/sync.py is not what it is generated to be\n", file=sys.stderr)
+        print("hint: `python tools/make_sync.py`", file=sys.stderr)
+        return 1
+    TARGET.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
