@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sandlot.sandbox import Sandbox
 
 FILES = tuple(f"f{i}" for i in range(5))
-WORDS = tuple(f"w{i}" for i in range(32))
+WORDS = tuple(f"w{i}" for i in range(24))  # few enough that 120 good demonstrations show each one some times
 WORDS_PER_FILE = 3
 FOLDER = "/find"  # holds the files and nothing else, so that `ls` and `*` mean them
 AGENT = "/opt/find/agent.py"

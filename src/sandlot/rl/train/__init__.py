@@ -1,0 +1,1 @@
+"""The training half: packed batches in, better weights out. It never imports the rollout half."""

@@ -1,0 +1,110 @@
+"""Promises:
+1. A recipe that cannot be is one message with a hint and status 2, and no run folder is made.
+2. Ctrl-C ends a run with status 130: no process of it is left, and `--resume` takes it to its end.
+3. A folder that holds a run is not overwritten; another recipe does not go on in it.
+4. A run that was killed with SIGKILL goes on too.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FIND = Path(__file__).parents[3] / "recipes" / "find"
+RECIPE = f"""
+folder = "{FIND}"
+checkpoint_seconds = 0
+env = {{ name = "task.py:Find" }}
+model = {{ build = "model.py:build", options = {{ hidden = 32, layers = 1 }} }}
+rollout = {{ max_running = 4, max_tokens = 4 }}
+evaluation = {{ tasks = 2 }}
+
+[[phase]]
+name = "rl"
+algorithm = "grpo"
+steps = 16
+groups = 1
+group_size = 2
+"""
+
+
+def sandlot(*words: str | Path) -> subprocess.Popen[str]:
+    code = "from sandlot.cli.main import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def done(*words: str | Path) -> tuple[int, str, str]:
+    process = sandlot(*words)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def steps(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_text().count('"step"') if file.exists() else 0
+
+
+def end_at_step(process: subprocess.Popen[str], run: Path, step: int, number: int) -> None:
+    """Send the signal once so many steps are done, and wait for the end."""
+    end = time.monotonic() + 60
+    while steps(run) < step:
+        assert time.monotonic() < end and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "small.toml"
+    file.write_text(RECIPE)
+    return file
+
+
+def test_a_recipe_that_cannot_be_is_one_message(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    status, out, err = done("train", recipe, f"run_dir={run}", "phase.rl.algorithm=gpro")
+    assert (status, out) == (2, "")
+    assert err == "error: unknown algorithm `gpro`\n\nhint: did you mean `grpo`? there is grpo, sft\n"
+    status, _, err = done("train", tmp_path / "smal.toml")
+    assert status == 2 and "there is no file" in err and "small.toml" in err
+    assert not run.exists()
+
+
+def test_ctrl_c_and_kill_leave_a_run_that_goes_on(recipe: Path, tmp_path: Path, native_reason: str | None) -> None:
+    if native_reason:
+        pytest.skip(f"no native boxes here: {native_reason}")
+    run = tmp_path / "run"
+    first = sandlot("train", recipe, f"run_dir={run}")
+    end_at_step(first, run, 2, signal.SIGINT)
+    _, err = first.communicate(timeout=30)
+    assert first.returncode == 130
+    assert "interrupted; all boxes have ended" in err and "--resume`" in err
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+
+    status, _, err = done("train", recipe, f"run_dir={run}")
+    assert status == 1 and "already holds a run" in err
+    status, _, err = done("train", recipe, f"run_dir={run}", "seed=7", "--resume")
+    assert status == 2 and "another recipe: seed differ" in err
+
+    reached = steps(run)
+    second = sandlot("train", recipe, f"run_dir={run}", "--resume")
+    end_at_step(second, run, reached + 2, signal.SIGKILL)
+    second.communicate(timeout=30)
+    assert second.returncode == -signal.SIGKILL
+
+    status, out, err = done("train", recipe, f"run_dir={run}", "--resume", "--json")
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["status"] == "done" and result["drift"] == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    told = [line["step"] for line in lines if "step" in line]
+    assert told == list(range(1, 17))  # each step of the run once, whatever was done twice
+    assert result["marks"][0][1] == "start" and result["marks"][-1][1] == "rl"
