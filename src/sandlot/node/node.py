@@ -17,6 +17,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import resource
 import secrets
 import struct
 import termios
@@ -157,6 +158,7 @@ class Node:
 
     async def start(self) -> None:
         """Claim a directory and remove what dead nodes left. Raises HostFault."""
+        _raise_open_files()
         if self._directory is None:
             self._directory = NodeDirectory.claim(self._state_dir)
         self._id = self._directory.short_id
@@ -583,6 +585,13 @@ def _exit_code(ended: Exit) -> int:
     if ended.signal is not None:
         return 128 + ended.signal
     return 127 if ended.error == errno.ENOENT else 126
+
+
+def _raise_open_files() -> None:
+    """A box takes about four descriptors here and a command five more; the usual soft limit of 1,024, which exists for
+    programs that use select(), would end at a hundred of each. The hard limit is the administrator's word."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _not_started(program: str, cwd: str, ended: Exit) -> str:
