@@ -53,9 +53,13 @@ class Limits(Model):
     """What one sandbox may use. A limit named by the user is refused where the host cannot keep it; a default is kept
     as far as the host can, and `Info.losses` names what is not kept."""
 
-    memory: Bytes = Field(default=2 << 30, description="bytes of memory, its private files included")
+    memory: Bytes | None = Field(
+        default=2 << 30,
+        description="bytes of memory, its private files included; None: no limit, and no count of its use",
+    )
     pids: int = Field(default=512, ge=2, description="processes and threads")
     cpus: float | None = Field(default=None, gt=0, description="CPU seconds per second; None: no quota")
+    cpu_weight: int = Field(default=100, ge=1, le=10_000, description="share of a busy CPU beside others, default 100")
     disk: Bytes = Field(default=1 << 30, description="bytes of files that the sandbox may write")
     inodes: int = Field(default=100_000, ge=64, description="files that the sandbox may make")
     open_files: int = Field(default=4096, ge=16, description="descriptors per process")
@@ -69,6 +73,14 @@ class Volume(Model):
     read_only: bool = True
 
 
+class Profile(StrEnum):
+    """How much of the kernel a sandbox sees."""
+
+    STRICT = "strict"  # no capability at all, and no system call that ordinary programs do without
+    DEFAULT = "default"  # what package managers and services need
+    DEBUG = "debug"  # the default, and tracing of its own processes, for gdb and strace
+
+
 class SandboxSpec(Model):
     """What a sandbox is asked to be."""
 
@@ -79,7 +91,11 @@ class SandboxSpec(Model):
     limits: Limits = Limits()
     volumes: tuple[Volume, ...] = ()
     labels: dict[str, str] = Field(default_factory=dict)
+    profile: Profile = Profile.DEFAULT
     setuid: bool = Field(default=False, description="let setuid programs gain ids inside (turns no_new_privs off)")
+    nested: bool = Field(
+        default=False, description="allow user namespaces and mounts inside, for sandboxes in sandboxes"
+    )
     lifetime: float | None = Field(default=None, gt=0, description="seconds until the sandbox ends by itself")
     idle_timeout: float | None = Field(default=None, gt=0, description="seconds without work until it ends")
 
@@ -166,6 +182,17 @@ class Info(Model):
     losses: tuple[str, ...] = Field(default=(), description="defaults that this host does not keep, one sentence each")
 
 
+class Stats(Model):
+    """What a sandbox uses now. None: this host does not count it."""
+
+    memory: int | None = Field(default=None, description="bytes, its private files included")
+    memory_peak: int | None = None
+    cpu_seconds: float | None = None
+    pids: int | None = None
+    disk: int = Field(default=0, description="bytes of files it wrote and still has")
+    inodes: int = 0
+
+
 class Capability(Model):
     """One promise on this host. `doctor` prints one line for each."""
 
@@ -200,6 +227,10 @@ class NodeAPI(Protocol):
 
     async def info(self, sandbox_id: str) -> Info:
         """What is known of it, running or ended. Does not renew its idle time; never raises SandboxEnded."""
+        ...
+
+    async def stats(self, sandbox_id: str) -> Stats:
+        """What it uses now. Does not renew its idle time."""
         ...
 
     async def run(self, sandbox_id: str, run: Run) -> RunResult:

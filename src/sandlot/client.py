@@ -29,6 +29,7 @@ from sandlot.api import (
     RunResult,
     SandboxSpec,
     Scope,
+    Stats,
     Target,
     Upstream,
 )
@@ -54,6 +55,7 @@ _STEP_SECONDS = 40.0
 _IDLE_SECONDS = 30.0
 
 _INFO = TypeAdapter(Info)
+_STATS = TypeAdapter(Stats)
 _INFOS = TypeAdapter(list[Info])
 _RESULT = TypeAdapter(RunResult)
 _CAPABILITIES = TypeAdapter(list[Capability])
@@ -104,6 +106,9 @@ class HttpNode:
 
     async def info(self, sandbox_id: str) -> Info:
         return await self._call("GET", _path(sandbox_id), _INFO, f"asking about {sandbox_id}")
+
+    async def stats(self, sandbox_id: str) -> Stats:
+        return await self._call("GET", _path(sandbox_id, "stats"), _STATS, f"asking what {sandbox_id} uses")
 
     async def run(self, sandbox_id: str, run: Run) -> RunResult:
         # Start, the command itself, and killing it at its timeout.

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sandlot.aio import shielded
-from sandlot.api import Info, Limits, NodeAPI, Run, RunResult, SandboxSpec, Target, Volume
+from sandlot.api import Info, Limits, NodeAPI, Run, RunResult, SandboxSpec, Stats, Target, Volume
 from sandlot.errors import invalid
 
 
@@ -144,6 +144,10 @@ class Sandbox:
     async def info(self) -> Info:
         """What is known of it; after its end, why it ended."""
         return await self._node.info(self.id)
+
+    async def stats(self) -> Stats:
+        """What it uses now: memory, CPU seconds, processes, disk."""
+        return await self._node.stats(self.id)
 
     async def close(self) -> Info:
         """End it; idempotent. On return no process of it is left."""

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sandlot.api import Info, Limits, NodeAPI, RunResult, Target, Volume
+from sandlot.api import Info, Limits, NodeAPI, RunResult, Stats, Target, Volume
 from sandlot.sandbox import Sandbox
 
 T = TypeVar("T")
@@ -201,6 +201,12 @@ class SyncSandbox:
         """What is known of it; after its end, why it ended."""
         return _wait(
             self._inner.info()
+        )
+
+    def stats(self) -> Stats:
+        """What it uses now: memory, CPU seconds, processes, disk."""
+        return _wait(
+            self._inner.stats()
         )
 
     def close(self) -> Info:

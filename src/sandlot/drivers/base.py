@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sandlot.api import Capability, Ending, SandboxSpec
+from sandlot.api import Capability, Ending, SandboxSpec, Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,10 @@ class Box(Protocol):
     async def open(self, path: str, flags: int, mode: int = 0o644, user: int = 0, parents: bool = False) -> int:
         """A descriptor of a path as `user` sees it inside, so that no symlink leads out. `parents` makes missing
         directories. Raises OSError with the errno from inside. The caller owns it."""
+        ...
+
+    async def stats(self) -> Stats:
+        """What it uses now."""
         ...
 
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:

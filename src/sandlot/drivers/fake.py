@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from sandlot.api import Capability, Ending, SandboxSpec
+from sandlot.api import Capability, Ending, SandboxSpec, Stats
 from sandlot.drivers.base import Death, Exit, Spawn
 from sandlot.errors import Conflict, InvalidRequest, NotFound, SandboxEnded
 
@@ -224,6 +224,10 @@ class FakeBox:
             os.fchmod(self._files[path], mode)
         # Opened anew through /proc, so that each descriptor has an offset and flags of its own.
         return os.open(f"/proc/self/fd/{self._files[path]}", (flags & ~(os.O_CREAT | os.O_EXCL)) | os.O_CLOEXEC)
+
+    async def stats(self) -> Stats:
+        sizes = [os.fstat(fd).st_size for fd in self._files.values()]
+        return Stats(pids=len(self._processes), disk=sum(sizes), inodes=len(sizes))
 
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
         self.die(ending)

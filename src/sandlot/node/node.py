@@ -39,6 +39,7 @@ from sandlot.api import (
     Run,
     RunResult,
     SandboxSpec,
+    Stats,
     Target,
     Upstream,
 )
@@ -58,6 +59,9 @@ T = TypeVar("T")
 # them the host is in trouble, and the caller is better told than kept.
 CREATE_SECONDS = 60.0
 STEP_SECONDS = 30.0
+
+# The kernel takes namespaces down one after another: thousands of ends at once would only outlast their deadlines.
+ENDS_AT_ONCE = 32
 
 # How long an ended sandbox can be asked about (seconds), and of how many at most: ~400 bytes each.
 ENDED_SECONDS = 3600.0
@@ -187,7 +191,8 @@ class Node:
     async def _close(self) -> None:
         if self._creates:  # each ends with a box in the table or with nothing
             await asyncio.wait(self._creates, timeout=CREATE_SECONDS)
-        ends = [self._end(live, Ending.DRAINED) for live in list(self._live.values())]
+        turn = asyncio.Semaphore(ENDS_AT_ONCE)
+        ends = [self._drain(live, turn) for live in list(self._live.values())]
         outcomes = await asyncio.gather(*ends, return_exceptions=True)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=STEP_SECONDS)
@@ -205,6 +210,10 @@ class Node:
             self._directory.remove()
         except OSError as error:
             raise host_fault(error, f"remove {self._directory.path}") from error
+
+    async def _drain(self, live: _Live, turn: asyncio.Semaphore) -> None:
+        async with turn:
+            await self._end(live, Ending.DRAINED)
 
     async def create(self, spec: SandboxSpec) -> Info:
         if self._closing:
@@ -241,6 +250,11 @@ class Node:
     async def info(self, sandbox_id: str) -> Info:
         live = self._live.get(sandbox_id)
         return live.info() if live is not None else self._past(sandbox_id)
+
+    async def stats(self, sandbox_id: str) -> Stats:
+        live = self._running(sandbox_id)
+        async with deadline(STEP_SECONDS, f"asking what sandbox {sandbox_id} uses"):
+            return await self._step(live, f"ask what sandbox {sandbox_id} uses", live.box.stats())
 
     async def run(self, sandbox_id: str, run: Run) -> RunResult:
         live = self._running(sandbox_id)
@@ -589,9 +603,14 @@ def _exit_code(ended: Exit) -> int:
 
 def _raise_open_files() -> None:
     """A box takes about four descriptors here and a command five more; the usual soft limit of 1,024, which exists for
-    programs that use select(), would end at a hundred of each. The hard limit is the administrator's word."""
+    programs that use select(), would end at a hundred of each. The hard limit is the administrator's word, unless we
+    are the administrator: then the kernel's own."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        most = max(hard, int(Path("/proc/sys/fs/nr_open").read_text()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError):  # not root
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _not_started(program: str, cwd: str, ended: Exit) -> str:

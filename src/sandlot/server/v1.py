@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from pydantic import BaseModel, TypeAdapter
 
-from sandlot.api import Capability, Ending, Info, NodeAPI, Run, RunResult, SandboxSpec, Upstream
+from sandlot.api import Capability, Ending, Info, NodeAPI, Run, RunResult, SandboxSpec, Stats, Upstream
 
 router = APIRouter(prefix="/v1")
 
@@ -51,6 +51,12 @@ async def list_running(node: Node) -> Response:
 async def info(node: Node, sandbox_id: Id) -> Response:
     """What is known of a sandbox, for an hour after its end too."""
     return _json(await node.info(sandbox_id))
+
+
+@router.get("/sandboxes/{sandbox_id}/stats", response_model=Stats)
+async def stats(node: Node, sandbox_id: Id) -> Response:
+    """What a sandbox uses now; null where this host does not count it."""
+    return _json(await node.stats(sandbox_id))
 
 
 @router.delete("/sandboxes/{sandbox_id}", response_model=Info)

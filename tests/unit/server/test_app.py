@@ -139,6 +139,7 @@ async def test_the_document_names_every_route(http: httpx2.AsyncClient) -> None:
         "POST /v1/sandboxes",
         "GET /v1/sandboxes",
         "GET /v1/sandboxes/{sandbox_id}",
+        "GET /v1/sandboxes/{sandbox_id}/stats",
         "DELETE /v1/sandboxes/{sandbox_id}",
         "POST /v1/sandboxes/{sandbox_id}/run",
         "GET /v1/sandboxes/{sandbox_id}/files",

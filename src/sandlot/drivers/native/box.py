@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from sandlot.aio import deadline, shielded
-from sandlot.api import Capability, Ending, SandboxSpec
+from sandlot.api import Capability, Ending, SandboxSpec, Stats
 from sandlot.drivers.base import Death, Exit, Spawn
-from sandlot.drivers.images import Images
+from sandlot.drivers.images import Image, Images
 from sandlot.drivers.native import cgroup, seccomp
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups, RunGroup
 from sandlot.drivers.native.ids import RANGE, HostIds
@@ -34,6 +35,9 @@ HELPER = Path(__file__).parent / "bin" / "sandlot-init"
 START_SECONDS = 20.0
 # Answers of the helper take well under a millisecond.
 REQUEST_SECONDS = 20.0
+
+# Tests remove one protection at a time by handing the driver another planner than make_plan.
+Planner = Callable[[SandboxSpec, Image, Host], Plan]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _OPEN_TREE, _MOUNT_SETATTR = 428, 442  # the same numbers on x86_64 and aarch64
@@ -101,14 +105,15 @@ class NativeDriver:
 
     name = "native"
 
-    def __init__(self, directory: Path, helper: Path = HELPER) -> None:
+    def __init__(self, directory: Path, helper: Path = HELPER, planner: Planner = make_plan) -> None:
         self._helper = helper
         self._images = Images(directory / "images")
         self._cgroups = Cgroups(directory.name, directory)
         self._ids = HostIds() if _has_root() else None
         self._started = False
         self._host = Host(root=False, stage="/tmp", pids_by_cgroup=False)
-        self._filter = seccomp.program()
+        self.planner = planner
+        self._filtered = bool(seccomp.program())
         self._losses: tuple[str, ...] = ()
 
     async def create(self, box_id: str, spec: SandboxSpec, named: frozenset[str] = frozenset()) -> NativeBox:
@@ -120,10 +125,10 @@ class NativeDriver:
                 raise InvalidRequest(f"the volume {volume.source} does not exist on this host")
         losses = self._check_limits(spec, named)
         box = NativeBox(box_id, self._cgroups.make(box_id, spec.limits), self._ids, losses)
-        plan = make_plan(spec, image, self._host)
+        plan = self.planner(spec, image, self._host)
         try:
             async with deadline(START_SECONDS, "the start of a sandbox", "is the host out of memory?"):
-                await box._start(self._helper, plan, self._filter)
+                await box._start(self._helper, plan)
         except BaseException:
             await shielded(box.destroy(Ending.START_FAILED))
             raise
@@ -149,7 +154,7 @@ class NativeDriver:
 
     @property
     def filtered(self) -> bool:
-        return bool(self._filter)
+        return self._filtered
 
     async def sweep(self, directory: Path) -> None:
         """Remove what boxes of a dead node left behind: their cgroups. The rest went with their processes."""
@@ -175,7 +180,7 @@ class NativeDriver:
         losses = []
         if "memory" not in kept:
             losses.append("memory is not limited: this node may not make a memory cgroup")
-        if not self._filter:
+        if not self._filtered:
             losses.append("system calls are not filtered: this processor's calls are not known here")
         if self._ids is None:
             losses.append("one user id inside: the node is not root")
@@ -190,6 +195,12 @@ class NativeDriver:
                     f"this host cannot keep a limit on {name}: the node may not make a {controller} cgroup",
                     "run the node as root, or leave the limit out and accept the loss; see `sandlot doctor`",
                 )
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if spec.limits.open_files > hard:
+            raise Unsupported(
+                f"a sandbox's process cannot have {spec.limits.open_files} open files: the node's own limit is {hard}",
+                "raise the node's hard limit of open files (`ulimit -Hn`), and `/proc/sys/fs/nr_open` for more",
+            )
         return self._losses
 
 
@@ -312,6 +323,16 @@ class NativeBox:
         answer = await self._ask(Frame.OPEN, f"opening {path}", fields)
         return answer.fds[0]
 
+    async def stats(self) -> Stats:
+        # Asked of the file system from inside: the upper directory's tmpfs is in no other mount namespace.
+        root = await self.open("/", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            disk = os.fstatvfs(root)
+        finally:
+            os.close(root)
+        used = {"disk": (disk.f_blocks - disk.f_bfree) * disk.f_frsize, "inodes": disk.f_files - disk.f_ffree}
+        return Stats.model_validate(self._group.usage() | used)
+
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
         if self._asked is None:
             self._asked = ending
@@ -343,7 +364,7 @@ class NativeBox:
 
     # -- start ----------------------------------------------------------------------------------------------------
 
-    async def _start(self, helper: Path, plan: Plan, seccomp_filter: bytes) -> None:
+    async def _start(self, helper: Path, plan: Plan) -> None:
         """Start the helper and carry it to "ready". On any failure the caller destroys the box."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         trees: list[int] = []
@@ -365,7 +386,7 @@ class NativeBox:
                 )
             if self._base is not None:
                 trees = [_open_tree(source) for source in plan.sources]
-            fields = plan.fields(seccomp_filter, self._base, range(len(trees), len(trees) + len(joins)))
+            fields = plan.fields(self._base, range(len(trees), len(trees) + len(joins)))
             self._channel.send(Frame.PLAN, 0, fields, [*trees, *joins])
             answer = await self._next(Frame.PID)
             self._adopt(answer.number(Key.PID) or 0)

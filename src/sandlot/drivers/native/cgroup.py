@@ -50,6 +50,17 @@ def _write(path: Path, value: str) -> bool:
     return True
 
 
+# Files that count: the field of api.Stats and how many of their unit make one of ours. A bare v2 cgroup has cpu.stat.
+_COUNTERS = {
+    "memory.current": ("memory", 1),
+    "memory.usage_in_bytes": ("memory", 1),
+    "memory.peak": ("memory_peak", 1),
+    "memory.max_usage_in_bytes": ("memory_peak", 1),
+    "pids.current": ("pids", 1),
+    "cpu.stat": ("cpu_seconds", 1_000_000),
+}
+
+
 @dataclass(slots=True)
 class BoxGroup:
     """The cgroups of one box. `kept` names the limits that are in force."""
@@ -73,6 +84,21 @@ class BoxGroup:
             if line.startswith(self._oom_key):
                 return int(line[len(self._oom_key) :])
         return 0
+
+    def usage(self) -> dict[str, int | float | None]:
+        """What the box uses, as fields of api.Stats; None for what is not counted here."""
+        found: dict[str, int | float | None] = {}
+        for directory in self.directories:
+            for name, (field_name, unit) in _COUNTERS.items():
+                try:
+                    text = (directory / name).read_text()
+                except OSError:
+                    continue
+                if name == "cpu.stat":
+                    text = next((line.split()[1] for line in text.splitlines() if line.startswith("usage_usec")), "")
+                if text.strip().isdigit():
+                    found[field_name] = int(text) if unit == 1 else int(text) / unit
+        return found
 
     def make_run(self) -> RunGroup | None:
         """A cgroup for one run, where v2 offers `cgroup.kill`."""
@@ -189,8 +215,8 @@ class Cgroups:
         kept = set()
         try:
             for key, parent in self._parents.items():
-                if key == "cpu" and limits.cpus is None:
-                    continue  # no quota asked for: one directory less to make and remove
+                if key == "memory" and limits.memory is None:
+                    continue  # no such limit asked for: one directory less to make and remove
                 path = parent / box_id
                 path.mkdir()
                 group.directories.append(path)
@@ -232,14 +258,15 @@ _Settings = dict[str, list[tuple[str, str, bool]]]
 def _v2_settings(limits: Limits) -> _Settings:
     settings: _Settings = {
         "memory": [
-            ("memory.max", str(limits.memory), False),
+            ("memory.max", "max" if limits.memory is None else str(limits.memory), False),
             ("memory.swap.max", "0", True),
             ("memory.oom.group", "0", True),
         ],
         "pids": [("pids.max", str(limits.pids), False)],
     }
+    settings["cpu"] = [("cpu.weight", str(limits.cpu_weight), False)]
     if limits.cpus is not None:
-        settings["cpu"] = [("cpu.max", f"{max(1000, int(limits.cpus * 100_000))} 100000", False)]
+        settings["cpu"] += [("cpu.max", f"{max(1000, int(limits.cpus * 100_000))} 100000", False)]
     return settings
 
 
@@ -253,9 +280,11 @@ def _v1_settings(limits: Limits) -> _Settings:
         ],
         "pids": [("pids.max", str(limits.pids), False)],
     }
+    # v1 counts shares of 1,024 where v2 counts weights of 100.
+    settings["cpu"] = [("cpu.shares", str(max(2, limits.cpu_weight * 1024 // 100)), False)]
     if limits.cpus is not None:
         quota = str(max(1000, int(limits.cpus * 100_000)))
-        settings["cpu"] = [("cpu.cfs_period_us", "100000", False), ("cpu.cfs_quota_us", quota, False)]
+        settings["cpu"] += [("cpu.cfs_period_us", "100000", False), ("cpu.cfs_quota_us", quota, False)]
     return settings
 
 

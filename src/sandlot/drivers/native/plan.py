@@ -11,8 +11,9 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from sandlot.api import SandboxSpec
+from sandlot.api import Profile, SandboxSpec
 from sandlot.drivers.images import Image
+from sandlot.drivers.native import seccomp
 from sandlot.drivers.native.wire import Key, Value
 
 
@@ -50,6 +51,9 @@ CAPABILITIES = {
     "sys_chroot": 18,
     "setfcap": 31,
 }
+
+# The host has 4,096 pseudo terminals in all, of which 1,024 are reserved; one box must not take them all.
+TERMINALS = 64
 
 # Devices that programs expect. mknod is impossible in a user namespace, so the host's own are bound.
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -103,8 +107,9 @@ class Plan:
     caps: int
     setuid: bool
     lifetime_ms: int
+    seccomp: bytes
 
-    def fields(self, seccomp: bytes, host_id: int | None, joins: range) -> list[tuple[Key, Value]]:
+    def fields(self, host_id: int | None, joins: range) -> list[tuple[Key, Value]]:
         """The plan as the fields of its frame. `joins` are the indices of cgroup.procs among the descriptors."""
         fields: list[tuple[Key, Value]] = [(Key.JOIN, index) for index in joins]
         if host_id is not None:
@@ -112,8 +117,8 @@ class Plan:
         fields += [(Key.STEP, step.pack()) for step in self.steps]
         fields += [(Key.RLIMIT, struct.pack("=IIQQ", kind, 0, value, value)) for kind, value in self.rlimits]
         fields += [(Key.CAPS, self.caps), (Key.SETUID, int(self.setuid)), (Key.LIFETIME, self.lifetime_ms)]
-        if seccomp:
-            fields.append((Key.SECCOMP, seccomp))
+        if self.seccomp:
+            fields.append((Key.SECCOMP, self.seccomp))
         return fields
 
 
@@ -160,7 +165,7 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
             "devpts",
             f"{stage}/dev/pts",
             "devpts",
-            "newinstance,ptmxmode=0666,mode=0620",
+            f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}",
             _MS_NOSUID | _MS_NOEXEC,
         ),
         Step(Do.SYMLINK, "pts/ptmx", f"{stage}/dev/ptmx"),
@@ -180,9 +185,13 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
         Step(Do.MOUNT, "proc", "/proc", "proc", "", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC),
         Step(Do.MOUNT, "sysfs", "/sys", "sysfs", "", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY),
         Step(Do.ATTACH, target="/dev", slot=dev_slot),
-        # Nested user namespaces multiply what a kernel hole can reach; refused here, the host's setting is untouched.
-        Step(Do.WRITE, "0", "/proc/sys/user/max_user_namespaces", flags=OPTIONAL),
     ]
+    # Written in the box's own user namespace: the host's settings are untouched. Nested user namespaces multiply what
+    # a kernel hole can reach; inotify is counted per user of the host as well, which an ordinary node's boxes share.
+    settings = {"max_inotify_instances": 128, "max_inotify_watches": 65_536}
+    if not spec.nested:
+        settings["max_user_namespaces"] = 0
+    steps += [Step(Do.WRITE, str(value), f"/proc/sys/user/{name}", flags=OPTIONAL) for name, value in settings.items()]
     steps += [Step(Do.BIND, f"/proc/{name}", f"/proc/{name}", flags=READ_ONLY | OPTIONAL) for name in _PROC_READ_ONLY]
     steps += [Step(Do.BIND, "/dev/null", f"/proc/{name}", flags=IF_PRESENT) for name in _PROC_HIDDEN]
     steps += [
@@ -198,7 +207,8 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
         sources=sources,
         steps=tuple(steps),
         rlimits=tuple(rlimits),
-        caps=sum(1 << bit for bit in CAPABILITIES.values()),
+        caps=0 if spec.profile is Profile.STRICT else sum(1 << bit for bit in CAPABILITIES.values()),
         setuid=spec.setuid,
+        seccomp=seccomp.program(profile=spec.profile, nested=spec.nested),
         lifetime_ms=0 if spec.lifetime is None else max(1, int(spec.lifetime * 1000)),
     )

@@ -8,8 +8,11 @@ ENOSYS, so that libc falls back to `clone`, whose flags can be read by a filter.
 from __future__ import annotations
 
 import errno
+import functools
 import platform
 import struct
+
+from sandlot.api import Profile
 
 # Calls by name with their numbers on (x86_64, aarch64); None where the architecture has none.
 _CALLS: dict[str, tuple[int | None, int | None]] = {
@@ -106,11 +109,49 @@ def denied() -> tuple[str, ...]:
     return tuple(_CALLS)
 
 
-def program(machine: str | None = None, allow: frozenset[str] = frozenset()) -> bytes:
+# What gdb and strace need, for processes of the box itself: its pid namespace holds no others.
+_TRACING = frozenset({"ptrace", "process_vm_readv", "process_vm_writev", "kcmp", "pidfd_getfd"})
+# What a sandbox in the sandbox needs: user namespaces and mounts in them.
+_NESTING = frozenset(
+    {"mount", "umount2", "pivot_root", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "fspick"}
+    | {"mount_setattr", "setns", "unshare", "clone", "clone3"}
+)
+# What the strict profile denies on top: ways to leave a root, to lock memory, to make executable anonymous files, to
+# watch other processes' memory use, and old interfaces.
+_STRICT: dict[str, tuple[int | None, int | None]] = {
+    "chroot": (161, 51),
+    "personality": (135, 92),
+    "mlockall": (151, 230),
+    "memfd_secret": (447, 447),
+    "mincore": (27, 232),
+    "seccomp": (317, 277),
+    "sched_setattr": (314, 274),
+    "sched_setscheduler": (144, 119),
+    "setdomainname": (171, 162),
+    "sethostname": (170, 161),
+    "remap_file_pages": (216, 234),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "shmget": (29, 194),
+    "mq_open": (240, 180),
+    "inotify_init1": (294, 26),
+}
+
+
+@functools.cache
+def program(
+    machine: str | None = None,
+    allow: frozenset[str] = frozenset(),
+    profile: Profile = Profile.DEFAULT,
+    nested: bool = False,
+) -> bytes:
     """The filter as an array of struct sock_filter; empty where this machine's calls are not known here.
 
     `allow` names calls to leave out. Tests use it for their controls.
     """
+    calls = _CALLS | _STRICT if profile is Profile.STRICT else _CALLS
+    allow |= _TRACING if profile is Profile.DEBUG else frozenset()
+    allow |= _NESTING if nested else frozenset()
     machine = machine or platform.machine()
     if machine not in _AUDIT_ARCH:
         return b""
@@ -136,7 +177,7 @@ def program(machine: str | None = None, allow: frozenset[str] = frozenset()) -> 
         answer(_ERRNO | errno.ENOSYS)
 
     # Few ordinary calls match: a jump past each pair costs two instructions, about 60 for the common case.
-    numbers = sorted(number[column] or -1 for name, number in _CALLS.items() if name not in allow)
+    numbers = sorted(number[column] or -1 for name, number in calls.items() if name not in allow)
     for number in numbers:
         if number >= 0:
             refuse_if_equal(number, errno.EPERM)

@@ -18,15 +18,17 @@ import socket
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sandlot.api import Ending, Limits, SandboxSpec, Volume
 from sandlot.drivers.base import Spawn
+from sandlot.drivers.images import Image
 from sandlot.drivers.native import seccomp
 from sandlot.drivers.native.box import NativeBox
-from sandlot.drivers.native.plan import CAPABILITIES
+from sandlot.drivers.native.plan import CAPABILITIES, Host, Plan, make_plan
 from sandlot.errors import InvalidRequest, NotFound, StartFailed, Unsupported
 from tests.support.native import ENV, PYTHON, Boxes, first_line, python, sh
 
@@ -35,6 +37,10 @@ ROOT = os.geteuid() == 0
 
 def status(text: str) -> dict[str, str]:
     return {line.split(":", 1)[0]: line.split(":", 1)[1].strip() for line in text.splitlines() if ":" in line}
+
+
+def unfiltered(spec: SandboxSpec, image: Image, host: Host) -> Plan:
+    return replace(make_plan(spec, image, host), seccomp=b"")
 
 
 async def test_all_seven_namespaces_are_its_own(boxes: Boxes) -> None:
@@ -149,7 +155,7 @@ async def test_each_call_of_the_deny_list_is_denied(boxes: Boxes) -> None:
 
 
 async def test_without_the_filter_most_of_these_calls_reach_the_kernel(boxes: Boxes) -> None:
-    boxes.driver._filter = b""  # the control
+    boxes.driver.planner = unfiltered  # the control
     calls = [call for call in denied_calls() if not call.startswith(("vhangup", "reboot"))]
     _, output = await python(await boxes(), TRY_CALLS, *calls)
     assert len(output.splitlines()) > 20
@@ -158,7 +164,7 @@ async def test_without_the_filter_most_of_these_calls_reach_the_kernel(boxes: Bo
 async def test_new_namespaces_are_refused_inside(boxes: Boxes) -> None:
     ended, _ = await sh(await boxes(), "unshare --user true")
     assert ended.code != 0
-    boxes.driver._filter = b""  # and, without the filter, by the limit on nested user namespaces
+    boxes.driver.planner = unfiltered  # and, without the filter, by the limit on nested user namespaces
     ended, output = await sh(await boxes(), "unshare --user true")
     assert ended.code != 0
     assert "No space" in output
