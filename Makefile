@@ -6,13 +6,14 @@ INIT := src/sandlot/drivers/native/bin/sandlot-init
 RUN ?= runs/demo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check ci format clean
+.PHONY: help setup demo test check hostile hostile-controls ci format clean
 help:
 	@echo "make demo    set up, then train an agent in real sandboxes (about 5 minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make setup   make .venv and install everything into it"
 	@echo "make check   format, lint, types, C warnings, layers"
-	@echo "make ci      check, then test: what continuous integration runs"
+	@echo "make hostile attacks on real boxes; make hostile-controls: the same, one protection removed"
+	@echo "make ci      check, the slow suites in short, then test: what continuous integration runs"
 
 setup: $(VENV)/.installed $(INIT)
 
@@ -50,8 +51,16 @@ format:
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-ci: check
-	@echo "left out here: recipes/find/demo.toml in full (make demo), bench/ (python bench/box.py)"
+# As whoever runs it: try it as root and as an ordinary user, whose boxes are made differently.
+hostile: setup
+	$(BIN)/python -m pytest -q -m 'not control' tests/hostile
+
+hostile-controls: setup
+	$(BIN)/python -m pytest -q -m control tests/hostile
+
+ci: check hostile hostile-controls
+	@echo "left out here: recipes/find/demo.toml in full (make demo), bench/ (python bench/box.py), the hostile suite as"
+	@echo "an ordinary user (run make hostile as one)"
 	$(BIN)/python -m pytest -q --durations=10
 
 clean:
