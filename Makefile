@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INIT := src/sandlot/drivers/native/bin/sandlot-init
-RUN ?= runs/demo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test check hostile hostile-controls ci format clean
@@ -33,7 +32,7 @@ $(INIT): $(wildcard init/*.c init/*.h init/Makefile)
 	@$(MAKE) -s -C init
 
 demo: setup
-	$(BIN)/sandlot train recipes/find/demo.toml run_dir=$(RUN)
+	$(BIN)/sandlot train recipes/find/demo.toml
 
 test: setup
 	$(BIN)/python -m pytest -q

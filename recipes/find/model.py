@@ -11,7 +11,7 @@ from pathlib import Path
 SPECIAL = ["<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|end|>"]
 VERBS = ["find", "ls", "cat", "grep", "submit", "*", ":", "(empty)"]
 FILES = [f"f{i}" for i in range(5)]
-WORDS = [f"w{i}" for i in range(32)]
+WORDS = [f"w{i}" for i in range(24)]
 
 # One line a message: the role, the words, the end. A conversation only ever grows at its end, so what was rendered
 # once never has to be encoded again.
@@ -64,7 +64,8 @@ def build(folder: Path, seed: int, hidden: int = 96, layers: int = 3) -> None:
     policy = Qwen3ForCausalLM(config)
     with torch.no_grad():
         # The output starts as the input's copy, not tied to it: copying a word, which is what the task needs, is then
-        # learned from few examples. 0.1 instead of 0.02 because at this width a word is otherwise lost beside its place.
+        # learned from fewer examples. 0.1 rather than transformers' 0.02: an answer copied from `grep` is then wrong
+        # in 0.5 % of cases after the warm start instead of 3 %.
         policy.model.embed_tokens.weight.normal_(0.0, 0.1)
         policy.lm_head.weight.copy_(policy.model.embed_tokens.weight)
     policy.save_pretrained(folder)

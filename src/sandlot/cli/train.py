@@ -97,9 +97,13 @@ class Progress:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
+            from rich.text import Text
 
-            # rich draws again four times a second by itself, so that time and boxes move while nothing is told.
-            self._live = Live(get_renderable=self._text, console=Console(stderr=True), transient=True)
+            # rich draws four times a second by itself, so that time and boxes move while nothing is told.
+            def line() -> Text:
+                return Text(self._text(), no_wrap=True, overflow="ellipsis")
+
+            self._live = Live(get_renderable=line, console=Console(stderr=True), transient=True)
             self._live.start()
 
     def stage(self, name: str, total: int, unit: str) -> None:

@@ -133,20 +133,27 @@ class Parts:
 
 
 @asynccontextmanager
-async def open_parts(
-    recipe: Recipe, run: Path, report: Report, url: str | None = None, api_key: str | None = None
-) -> AsyncIterator[Parts]:
-    """Start everything. Raises what a part raises that cannot start; the others have then ended again."""
+async def open_boxes(recipe: Recipe, url: str | None = None, api_key: str | None = None) -> AsyncIterator[NodeAPI]:
+    """A node that has made one of the recipe's boxes already: an unknown image, or a host that cannot make boxes, ends
+    a run here, before it has left anything behind."""
+    node = await open_node(url, api_key)
+    try:
+        volumes, sandbox = recipe.environment().volumes, recipe.sandbox
+        async with await Sandbox.create(sandbox.image, limits=sandbox.limits, volumes=volumes, node=node):
+            pass
+        yield node
+    finally:
+        await shielded(node.close())
+
+
+@asynccontextmanager
+async def open_parts(recipe: Recipe, run: Path, report: Report, node: NodeAPI) -> AsyncIterator[Parts]:
+    """Start everything else. Raises what a part raises that cannot start; the others have then ended again."""
     env = recipe.environment()
     checkpoints = Checkpoints(run)
     engine_entry, engine_config = recipe.engine_config()
     trainer_entry, settings = recipe.trainer_settings()
     async with AsyncExitStack() as opened:
-        node = await open_node(url, api_key)
-        opened.push_async_callback(_close, node)
-        # One box before anything costs time: an unknown image or a host that cannot make boxes ends the run here.
-        async with await Sandbox.create(recipe.sandbox.image, volumes=env.volumes, node=node):
-            pass
         logs = run / "logs"
         logs.mkdir(exist_ok=True)
         children: list[Child] = []
@@ -186,8 +193,8 @@ async def open_parts(
         yield parts
 
 
-async def _close(part: NodeAPI | Child) -> None:
-    await shielded(part.close())
+async def _close(child: Child) -> None:
+    await shielded(child.close())
 
 
 def _preload(name: str, entry: str) -> str:
@@ -258,30 +265,33 @@ async def launch(
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
     """Run a recipe to its end; the content of run.json. However it ends, boxes and processes are gone by then."""
-    run = run_folder(recipe, resume)
+    try:
+        async with open_boxes(recipe, url, api_key) as node:
+            return await _run(recipe, run_folder(recipe, resume), node, watcher)
+    except OSError as error:
+        where = error.filename or recipe.run_dir or "runs"
+        hint = "free some space, or choose another `run_dir`; a run that has begun goes on with `--resume`"
+        raise HostFault(f"could not write {where}: {error.strerror or error}", hint) from error
+
+
+async def _run(recipe: Recipe, run: Path, node: NodeAPI, watcher: Watcher | None) -> dict[str, Any]:
     saved = Checkpoints(run).read()
     at = loop.Position() if saved is None else loop.Position(**saved[0]["at"], unused=saved[1])
     report = Report(run, recipe.name, watcher, None if saved is None else Counts(**saved[0]["report"]))
-    evaluations = list(dict.fromkeys(["start", "warm", "rl", *(phase.name for phase in recipe.phase)]))
-    facts = {"evaluations": evaluations, "seed": recipe.seed, "recipe": recipe.key()}
+    names = dict.fromkeys(["start", "warm", "rl", *(phase.name for phase in recipe.phase)])
+    facts = {"evaluations": list(names), "seed": recipe.seed, "recipe": recipe.key()}
     status = "failed"
     try:
-        async with open_parts(recipe, run, report, url, api_key) as parts:
+        async with open_parts(recipe, run, report, node) as parts:
             await loop.train(parts, at)
         status = "done"
     except asyncio.CancelledError:
         status = "interrupted"
         raise
-    except OSError as error:
-        raise HostFault(
-            f"{error.strerror or error}: {error.filename or run}", f"then go on: `run_dir={run} --resume`"
-        ) from error
     finally:
         try:
             summary = report.finish(status, facts)
-        except OSError as error:  # a full disk: the files of the last checkpoint are whole
+        except OSError:  # a full disk, say: the checkpoint is whole, and why the run ended is on its way already
             if status == "done":
-                raise HostFault(
-                    f"{error.strerror}: {error.filename or run}", "free some space and `--resume`"
-                ) from error
+                raise
     return summary

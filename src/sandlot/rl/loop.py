@@ -100,5 +100,5 @@ def _gate(phase: Phase, report: Report) -> None:
         raise TrainingFault(
             f"phase `{phase.name}` was not started: held-out success after `{name}` is {success:.2f}, "
             f"and it needs {phase.needs_success:g}; reinforcement lifts what is there, it does not invent it",
-            f"warm up longer (more demonstrations or epochs), or try anyway: `phase.{phase.name}.needs_success=0`",
+            f"warm up longer (demonstrations, epochs), or go on anyway: `--resume phase.{phase.name}.needs_success=0`",
         )

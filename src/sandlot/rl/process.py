@@ -123,7 +123,7 @@ class Child:
             _send(self._writer, (number, what, name, args, kwargs))
             return await answer
         except asyncio.CancelledError:
-            if not self._process.returncode and number in self._pending:
+            if self._process.returncode is None and number in self._pending:
                 _send(self._writer, (number, "cancel", "", (), {}))
             raise
         finally:

@@ -183,8 +183,9 @@ class Recipe(Config):
         )
 
     def key(self) -> str:
-        """A hash of all that decides the result: not of where the run folder is."""
-        values = self.model_dump_json(exclude={"run_dir", "folder", "checkpoint_seconds"})
+        """A hash of all that decides the result: not of where the run folder is, nor of when a phase is not started."""
+        apart: Any = {"run_dir": True, "folder": True, "checkpoint_seconds": True}
+        values = self.model_dump_json(exclude={**apart, "phase": {"__all__": {"needs_success"}}})
         return hashlib.sha256(values.encode()).hexdigest()[:16]
 
 

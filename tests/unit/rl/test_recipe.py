@@ -84,5 +84,6 @@ def test_the_algorithm_knows_whether_the_policy_moves() -> None:
 
 def test_the_key_is_of_what_decides_the_result() -> None:
     assert demo().key() == demo("run_dir=elsewhere", "checkpoint_seconds=1").key()
+    assert demo().key() == demo("phase.rl.needs_success=0").key()
     assert demo().key() != demo("seed=1").key()
     assert demo().key() != demo("phase.rl.lr=1e-3").key()

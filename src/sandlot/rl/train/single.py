@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from sandlot.errors import TrainingFault
+from sandlot.errors import HostFault, TrainingFault
 from sandlot.rl.train.backend import Objective, Settings, StepResult
 from sandlot.rl.train.loss import SURROGATES, Terms
 from sandlot.rl.train.pack import Pack, minibatches, pack, totals, unpack
@@ -133,7 +134,11 @@ class SingleTrainer:
 
     def export(self, path: str) -> None:
         partial = f"{path}.partial"
-        save_file({k: v.contiguous() for k, v in self._model.state_dict().items()}, partial, metadata={"format": "pt"})
+        weights = {name: value.contiguous() for name, value in self._model.state_dict().items()}
+        try:
+            save_file(weights, partial, metadata={"format": "pt"})
+        except SafetensorError as error:  # its word for what the operating system said, errno included only as text
+            raise HostFault(f"could not write {path}: {error}", "free some space, then `--resume` the run") from None
         Path(partial).replace(path)
 
     def save(self, folder: str) -> None:
