@@ -24,7 +24,8 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+        wanted = os.environ.get("CC")
+        compiler = next(filter(shutil.which, [wanted] if wanted else ["cc", "gcc", "clang"]), None)
         if sys.platform != "linux" or compiler is None:
             self.app.display_warning("no C compiler for Linux: building without sandlot-init (no native sandboxes)")
             return

@@ -19,7 +19,7 @@ enum step_kind {
 	STEP_WRITE = 4,  /* write `source` to the file target */
 	STEP_CLONE = 5,  /* slot = open_tree(source), with what is mounted below it */
 	STEP_ATTACH = 6, /* move the tree in slot to target, made if missing; flags: ATTACH_* */
-	STEP_PIVOT = 7,  /* target becomes the root; the old one stays reachable for the mounts that need it */
+	STEP_PIVOT = 7,  /* target becomes the root; the old one stays mounted for the mounts that need it */
 	STEP_DETACH = 8, /* the old root goes away */
 	STEP_LOOPBACK = 9, /* bring 127.0.0.1 up */
 	STEP_HOSTNAME = 10, /* sethostname(source) */

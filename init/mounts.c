@@ -7,6 +7,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -31,7 +32,7 @@ struct attributes {
 };
 enum { ATTR_RDONLY = 1, ATTR_NOSUID = 2, ATTR_NODEV = 4, ATTR_NOEXEC = 8 };
 
-static int old_root = -1;
+static char old_root[32]; /* where the host is until STEP_DETACH */
 
 static int clone_tree(const char *source)
 {
@@ -150,23 +151,30 @@ static void mkdir_step(const struct step *step)
 		die(errno, "mkdir", step->target);
 }
 
-/* pivot_root(".", ".") stacks the old root on the new one, so that no directory for it is needed inside. Paths resolve
- * in the new root from here on, so no symlink of the image can lead out; the old root stays mounted until
- * STEP_DETACH because a new proc may be mounted only while another one is fully visible. */
+/* The old root stays mounted for a while, because a new proc may be mounted only while another one is fully visible. It
+ * goes to a directory with a random name: an image could hold a symlink to one it knows. pivot_root(".", ".") would need
+ * no directory, but stacks the old root on the new one, and then "/.." leads out. */
 static void pivot_step(const struct step *step)
 {
-	old_root = open("/", O_DIRECTORY | O_PATH | O_CLOEXEC);
-	if (old_root < 0 || chdir(step->target) < 0 || syscall(SYS_pivot_root, ".", ".") < 0)
+	unsigned char random[12];
+	char path[4096 + sizeof old_root];
+	size_t at = (size_t)snprintf(old_root, sizeof old_root, "/.");
+
+	if (getrandom(random, sizeof random, 0) != sizeof random)
+		die(errno, "random", "");
+	for (size_t i = 0; i < sizeof random; i++)
+		at += (size_t)snprintf(old_root + at, sizeof old_root - at, "%02x", random[i]);
+	snprintf(path, sizeof path, "%.4000s%s", step->target, old_root);
+	if (mkdir(path, 0700) < 0)
+		die(errno, "mkdir", path);
+	if (syscall(SYS_pivot_root, step->target, path) < 0 || chdir("/") < 0)
 		die(errno, "pivot_root", step->target);
-	if (chdir("/") < 0)
-		die(errno, "chdir", "/");
 }
 
 static void detach_step(void)
 {
-	if (fchdir(old_root) < 0 || umount2(".", MNT_DETACH) < 0 || chdir("/") < 0)
+	if (umount2(old_root, MNT_DETACH) < 0 || rmdir(old_root) < 0)
 		die(errno, "unmount", "the old root");
-	close(old_root);
 }
 
 static void loopback_step(void)

@@ -132,15 +132,26 @@ static int descends(pid_t pid, pid_t from)
 	return 0;
 }
 
+/* Walks of /proc before a tree counts as one that outruns them; each takes about a millisecond. */
+#define ROUNDS 64
+
+static void setrlimit_of(pid_t pid)
+{
+	const struct rlimit none = {0, 0};
+
+	(void)prlimit(pid, RLIMIT_NPROC, &none, NULL);
+}
+
 /* Without a cgroup to kill: kill every descendant until a walk finds none alive, the root last. The root is stopped,
  * not dead, meanwhile: it is the subreaper of its tree, so no descendant leaves the tree; and a process with SIGKILL
- * pending cannot fork, so each round leaves fewer. */
+ * pending cannot fork, so each round leaves fewer, unless they outrun it. */
 static void kill_tree(pid_t root)
 {
 	int found = 1;
 
+	setrlimit_of(root); /* it may be continued by a descendant, but never forks again */
 	kill(root, SIGSTOP);
-	for (int round = 0; found && round < 1024; round++) {
+	for (int round = 0; found && round < ROUNDS; round++) {
 		DIR *proc = opendir("/proc");
 		struct dirent *entry;
 		found = 0;
@@ -157,6 +168,10 @@ static void kill_tree(pid_t root)
 			sched_yield(); /* the killed need a moment to die */
 	}
 	kill(root, SIGKILL);
+	/* Something that forks and exits faster than /proc can be read has no pid to kill. One call that the kernel makes
+	 * atomic ends everything in the box: other commands too, which is the price where there is no cgroup. */
+	if (found)
+		kill(-1, SIGKILL);
 }
 
 static void kill_request(const struct message *message)

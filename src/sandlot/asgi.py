@@ -18,6 +18,7 @@ from sandlot.errors import Unsupported
 
 if TYPE_CHECKING:
     from uvicorn import Config
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     from uvicorn.server import ServerState
 
 # Longer than any client here keeps an idle connection, so that it is always the client who lets go: a server that
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 KEEP_ALIVE_SECONDS = 75
 
 # Connections of one listener at a time; the next one is answered 503. A box must not make its node hold more.
-MOST_CONNECTIONS = 4096
+MOST_CONNECTIONS = 1024
+
+# Of a request's line and headers, and for them to arrive. Real ones have a few KB and come at once.
+MOST_HEAD_BYTES = 64 << 10
+HEAD_SECONDS = 30.0
 
 
 class Served:
@@ -51,16 +56,17 @@ class Served:
         self.close()
 
 
-async def serve(listener: socket.socket, app: AsgiApp) -> Served:
+async def serve(listener: socket.socket, app: AsgiApp, head_seconds: float = HEAD_SECONDS) -> Served:
     """Answer what comes in on `listener`, which now belongs to the result. Raises Unsupported without uvicorn."""
     from uvicorn.server import ServerState
 
+    http = _protocol(head_seconds)
     config = copy.copy(_config())
     config.loaded_app = app
     state = ServerState()
 
     def protocol() -> asyncio.Protocol:
-        return config.http_protocol_class(config=config, server_state=state, app_state={})  # type: ignore[call-arg]
+        return http(config=config, server_state=state, app_state={})
 
     # Connections inherit it. asyncio sets it only on sockets that name their protocol, and `socket.create_server` makes
     # them without. An answer's head and body are two writes: the second would wait 40 ms for the first's receipt.
@@ -72,6 +78,50 @@ async def serve(listener: socket.socket, app: AsgiApp) -> Served:
 def require() -> None:
     """Raises Unsupported where uvicorn is missing: to be asked before something is started that would need it."""
     _config()
+
+
+@functools.cache
+def _protocol(head_seconds: float) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol, with bounds on a request's head in bytes and in time: whoever connects may be a program in a
+    box that wants this process to hold more and more."""
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class Bounded(HttpToolsProtocol):
+        _head_bytes: int | None = 0  # None while no head is being read
+        _head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._head_timer = self.loop.call_later(head_seconds, transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self._head_bytes is not None:
+                self._head_bytes += len(data)
+                if self._head_bytes > MOST_HEAD_BYTES:
+                    self.transport.abort()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._head_bytes = 0
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(head_seconds, self.transport.abort)
+
+        def on_headers_complete(self) -> None:
+            self._head_bytes = None
+            self._stop_timer()
+            super().on_headers_complete()
+
+        def _stop_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+    return Bounded
 
 
 @functools.cache

@@ -7,13 +7,16 @@ swapped while the node uses it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sandlot.api import Volume
+from sandlot.drivers.native.plan import Plan
 from sandlot.errors import SandlotError
-from tests.support.hostile import ROOT, Arena
+from tests.support.hostile import ROOT, Arena, Removal
 
 
 async def test_a_command_has_three_descriptors_and_no_more(arena: Arena) -> None:
@@ -85,6 +88,25 @@ async def test_a_path_that_is_swapped_during_an_upload_stays_inside(arena: Arena
     assert done
     for folder in ("/tmp", "/etc", "/"):
         assert not Path(folder, name).exists()
+
+
+def volume_elsewhere(target: str) -> Removal:
+    """A plan whose volume goes to a path that the API would refuse."""
+
+    def change(plan: Plan) -> Plan:
+        return replace(plan, steps=tuple(replace(s, target=target) if s.target == "/out" else s for s in plan.steps))
+
+    return change
+
+
+@pytest.mark.parametrize("way", ["/..", "/../..", "/proc/1/root", "/proc/self/root/.."])
+async def test_no_path_of_a_plan_leads_out(arena: Arena, tmp_path: Path, way: str) -> None:
+    target = tmp_path / "escaped"
+    tmp_path.chmod(0o777)
+    volumes = (Volume(source="/etc", target="/out"),)
+    with contextlib.suppress(SandlotError):
+        await arena.box(without=volume_elsewhere(f"{way}{target}"), volumes=volumes)
+    assert not target.exists()
 
 
 async def test_a_special_file_does_not_hang_the_node(arena: Arena) -> None:

@@ -2,6 +2,7 @@
 
 1. An answer leaves at once: its body does not wait for the receipt of its head.
 2. `drain` lets an answer finish and drops idle connections; `close` drops everything, and the application is told.
+3. Who sends a head without end, or none, is cut off: it cannot make this process hold more and more.
 """
 
 from __future__ import annotations
@@ -90,3 +91,38 @@ async def test_close_drops_everything_and_tells_the_application() -> None:
         assert await asyncio.wait_for(reader.read(), 5) == b""
     await asyncio.wait_for(app.left.wait(), 5)
     writer.close()
+
+
+async def closed_after(port: int, data: bytes, pieces: int) -> int:
+    """How many bytes of `data`, sent again and again, are taken before the connection is dropped."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent = 0
+    with suppress(ConnectionError):
+        for _ in range(pieces):
+            writer.write(data)
+            await writer.drain()
+            sent += len(data)
+        await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return sent
+
+
+async def test_a_head_without_end_is_cut_off() -> None:
+    app = Slow()
+    served, port = await listening(app)
+    head = b"GET / HTTP/1.1\r\nhost: h\r\nx: "
+    assert await closed_after(port, head + b"a" * 60_000, 1000) < 10 << 20
+    assert not app.asked.is_set()
+    served.close()
+
+
+async def test_a_connection_that_asks_nothing_is_dropped() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    served = await asgi.serve(listener, Slow(), head_seconds=0.2)
+    for words in (b"", b"GET / HT"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(words)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+    served.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -30,6 +31,9 @@ from sandlot.drivers.native.wire import KILL_ONLY_ITSELF, Answer, Channel, Frame
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, StartFailed, Unsupported
 
 HELPER = Path(__file__).parent / "bin" / "sandlot-init"
+
+# Which controller keeps which limit.
+_CONTROLLERS = {"memory": "memory", "pids": "pids", "cpus": "cpu", "cpu_weight": "cpu"}
 
 # A start takes about 5 ms; a host that swaps may take seconds. Past this the host is not usable.
 START_SECONDS = 20.0
@@ -124,7 +128,13 @@ class NativeDriver:
             if not os.path.exists(volume.source):  # noqa: ASYNC240, PTH110  (one stat of a local path)
                 raise InvalidRequest(f"the volume {volume.source} does not exist on this host")
         losses = self._check_limits(spec, named)
-        box = NativeBox(box_id, self._cgroups.make(box_id, spec.limits), self._ids, losses)
+        group = self._cgroups.make(box_id, spec.limits)
+        try:
+            losses += self._check_kept(spec, named, group)
+            box = NativeBox(box_id, group, self._ids, losses)
+        except BaseException:
+            group.remove()
+            raise
         plan = self.planner(spec, image, self._host)
         try:
             async with deadline(START_SECONDS, "the start of a sandbox", "is the host out of memory?"):
@@ -186,6 +196,18 @@ class NativeDriver:
             losses.append("one user id inside: the node is not root")
         self._losses = tuple(losses)
         self._started = True
+
+    def _check_kept(self, spec: SandboxSpec, named: frozenset[str], group: BoxGroup) -> tuple[str, ...]:
+        """The kernel may refuse a value where it takes others: a refusal if it was asked for, else a loss."""
+        losses = []
+        for name, controller in _CONTROLLERS.items():
+            value = getattr(spec.limits, name)
+            if value is None or controller not in self._cgroups.controllers or controller in group.kept:
+                continue
+            if name in named:
+                raise Unsupported(f"the kernel does not take {value} as a limit on {name}", "ask for another value")
+            losses.append(f"{name} is not limited: the kernel does not take {value}")
+        return tuple(losses)
 
     def _check_limits(self, spec: SandboxSpec, named: frozenset[str]) -> tuple[str, ...]:
         kept = self._cgroups.controllers
@@ -355,6 +377,8 @@ class NativeBox:
         async with deadline(REQUEST_SECONDS, f"{what} in sandbox {self.id}"):
             answer = await channel.ask(kind, fields)
         number = answer.number(Key.ERRNO) or 0
+        if number == 0 and kind in (Frame.LISTEN, Frame.CONNECT, Frame.OPEN) and not answer.fds:
+            number = errno.EMFILE  # the kernel dropped the descriptor: this process has no room for it
         if number:
             raise OSError(number, os.strerror(number))
         return answer

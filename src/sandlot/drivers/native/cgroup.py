@@ -9,6 +9,9 @@ after a crash. Never decides what to do about a limit that cannot be kept: it sa
 from __future__ import annotations
 
 import os
+import select
+import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +21,8 @@ from sandlot.errors import HostFault, StartFailed
 
 _CONTROLLERS = ("memory", "pids", "cpu")
 _LIST = "cgroups"  # the file in a node's directory
+# For the processes of a dead node to end: they are killed, so only a hanging kernel takes longer than a moment.
+SWEEP_SECONDS = 10.0
 
 
 def mounts(table: str = "/proc/self/mounts") -> tuple[str | None, dict[str, str]]:
@@ -71,6 +76,7 @@ class BoxGroup:
     oom_file: int = -1  # descriptor of the file that counts OOM kills
     _oom_key: bytes = b"oom_kill "
     _runs: int = 0
+    _left: list[RunGroup] = field(default_factory=list)  # of runs that are over, in which something still lived
 
     def procs(self) -> list[int]:
         """Descriptors of the cgroup.procs files that a process writes "0" to in order to join. Caller closes."""
@@ -104,11 +110,12 @@ class BoxGroup:
         """A cgroup for one run, where v2 offers `cgroup.kill`."""
         if self.v2 is None:
             return None
+        self._left = [left for left in self._left if not left.remove()]
         self._runs += 1
         path = str(self.v2) + f"/run-{self._runs}"
         try:
             os.mkdir(path)  # noqa: PTH102  (hot path: a string is enough)
-            return RunGroup(path, os.open(path + "/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+            return RunGroup(path, os.open(path + "/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC), self._left)
         except OSError as error:
             raise HostFault(f"a cgroup for a run could not be made: {error.strerror}") from error
 
@@ -126,6 +133,7 @@ class RunGroup:
 
     path: str
     procs: int
+    left: list[RunGroup]
 
     def kill(self) -> None:
         """SIGKILL everything in it, at once and without a race."""
@@ -133,12 +141,22 @@ class RunGroup:
             Path(self.path, "cgroup.kill").write_text("1")
 
     def close(self) -> None:
-        """Let go of it; while background children live in it, it stays until the box ends."""
+        """Let go of it; while background children live in it, it stays, and is tried again with each next run."""
         if self.procs >= 0:
             os.close(self.procs)
             self.procs = -1
-            with suppress(OSError):
-                os.rmdir(self.path)  # noqa: PTH106  (hot path)
+            if not self.remove():
+                self.left.append(self)
+
+    def remove(self) -> bool:
+        """Whether it is gone now."""
+        try:
+            os.rmdir(self.path)  # noqa: PTH106  (hot path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
 
 
 def _remove_tree(path: Path) -> bool:
@@ -218,8 +236,9 @@ class Cgroups:
                 if key == "memory" and limits.memory is None:
                     continue  # no such limit asked for: one directory less to make and remove
                 path = parent / box_id
-                path.mkdir()
-                group.directories.append(path)
+                if path not in group.directories:  # a v1 host may mount several controllers in one place
+                    path.mkdir()
+                    group.directories.append(path)
                 if key == "":
                     group.v2 = path if self.v2_kill else None
                     settings = _v2_settings(limits)
@@ -245,10 +264,12 @@ class Cgroups:
         return group
 
     def close(self) -> None:
-        """Remove the node's own directories."""
-        for path in self._parents.values():
-            _remove_tree(path)
+        """Remove the node's own directories. Raises HostFault when something lives in one: then the node's list must
+        stay for whoever sweeps."""
+        left = [path for path in self._parents.values() if not _remove_tree(path)]
         self._parents.clear()
+        if left:
+            raise HostFault(f"the cgroup {left[0]} cannot be removed", "a process of it hangs in the kernel")
 
 
 # (file, value, whether the limit stands without it). Swap is off: what is over the limit is killed, not paged.
@@ -289,8 +310,35 @@ def _v1_settings(limits: Limits) -> _Settings:
 
 
 def sweep(directory: Path) -> None:
-    """Remove the cgroups listed in a dead node's directory. Its processes ended with it."""
+    """Remove the cgroups listed in a dead node's directory, and what may still live in them: its boxes end when they
+    see that it is gone, which may be a moment from now. Blocks; raises HostFault when something will not end."""
     listing = directory / _LIST
-    if listing.exists():
-        for line in listing.read_text().splitlines():
-            _remove_tree(Path(line))
+    until = time.monotonic() + SWEEP_SECONDS
+    for line in dict.fromkeys(listing.read_text().splitlines()) if listing.exists() else ():
+        path = Path(line)
+        while not _remove_tree(path):
+            if time.monotonic() > until or not _kill_members(path, until):
+                raise HostFault(
+                    f"the cgroup {path} of a dead node cannot be removed", "a process of it hangs in the kernel"
+                )
+
+
+def _kill_members(path: Path, until: float) -> bool:
+    """SIGKILL the processes below `path` and wait until they are gone. False: there were none to kill."""
+    found = {int(pid) for procs in path.rglob("cgroup.procs") for pid in procs.read_text().split()}
+    watched = select.poll()
+    watches = []
+    for pid in found:
+        with suppress(ProcessLookupError):
+            watch = os.pidfd_open(pid)
+            watches.append(watch)
+            signal.pidfd_send_signal(watch, signal.SIGKILL)
+            watched.register(watch, select.POLLIN)
+    left = len(watches)
+    while left and time.monotonic() < until:
+        for watch, _ in watched.poll(max(0, until - time.monotonic()) * 1000):
+            watched.unregister(watch)
+            left -= 1
+    for watch in watches:
+        os.close(watch)
+    return bool(found)

@@ -99,7 +99,6 @@ def _look(driver: NativeDriver, box: NativeBox) -> list[Capability]:
     mapped = not any("belong to nobody" in loss for loss in box.losses)
     line("file owners", mapped, "kept inside", "files of the image belong to nobody inside", "use Linux 5.19 or newer")
     controllers = driver.controllers
-    delegate = f"{as_root}, or in a delegated cgroup: `systemd-run --user --scope -p Delegate=yes …`"
     for name, controller, lost in (
         ("memory limit", "memory", "not kept: one sandbox may use the memory of all"),
         ("pids limit", "pids", ""),
@@ -109,7 +108,7 @@ def _look(driver: NativeDriver, box: NativeBox) -> list[Capability]:
         if version is None and controller == "pids":
             lines.append(Capability(name=name, state="kept", found="by RLIMIT_NPROC, counted in the user namespace"))
         else:
-            line(name, version is not None, f"by a cgroup {version}", lost, delegate)
+            line(name, version is not None, f"by a cgroup {version}", lost, as_root)
     lines.append(Capability(name="disk limit", state="kept", found="by a tmpfs of its own, in bytes and inodes"))
     found, lost = "by cgroup.kill", "by a walk over the process tree"
     lines.append(Capability(name="killing a command's tree", state="kept", found=found if driver.kill_groups else lost))

@@ -194,10 +194,12 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     steps += [Step(Do.WRITE, str(value), f"/proc/sys/user/{name}", flags=OPTIONAL) for name, value in settings.items()]
     steps += [Step(Do.BIND, f"/proc/{name}", f"/proc/{name}", flags=READ_ONLY | OPTIONAL) for name in _PROC_READ_ONLY]
     steps += [Step(Do.BIND, "/dev/null", f"/proc/{name}", flags=IF_PRESENT) for name in _PROC_HIDDEN]
+    # Nothing of the host is reachable any more when a path that a user or an image chose is followed.
+    steps.append(Step(Do.DETACH))
     steps += [
         Step(Do.ATTACH, target=target, flags=flags, slot=index + 1) for index, (_, target, flags) in enumerate(binds)
     ]
-    steps += [Step(Do.DETACH), Step(Do.LOOPBACK), Step(Do.HOSTNAME, spec.hostname)]
+    steps += [Step(Do.LOOPBACK), Step(Do.HOSTNAME, spec.hostname)]
 
     rlimits = [(resource.RLIMIT_NOFILE, spec.limits.open_files), (resource.RLIMIT_CORE, 0)]
     if not host.pids_by_cgroup:

@@ -225,8 +225,10 @@ class Channel:
             return self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
-        except OSError:  # the helper died; its end shows as readable too, which closes this channel
+        except (BrokenPipeError, ConnectionResetError):  # its end shows as readable too, which closes this channel
             return len(data)
+        except OSError as error:
+            raise HostFault(f"a request could not be sent to the sandbox's helper: {error.strerror}") from error
 
     def _writable(self) -> None:
         while self._unsent:

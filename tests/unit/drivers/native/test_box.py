@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
+import select
 import signal
 import socket
 import subprocess
@@ -28,6 +30,7 @@ from sandlot.drivers.base import Spawn
 from sandlot.drivers.images import Image
 from sandlot.drivers.native import seccomp
 from sandlot.drivers.native.box import NativeBox
+from sandlot.drivers.native.cgroup import Cgroups
 from sandlot.drivers.native.plan import CAPABILITIES, Host, Plan, make_plan
 from sandlot.errors import InvalidRequest, NotFound, StartFailed, Unsupported
 from tests.support.native import ENV, PYTHON, Boxes, first_line, python, sh
@@ -324,6 +327,79 @@ async def test_killing_a_command_takes_its_whole_tree(boxes: Boxes, by_cgroup: b
     await process.release()
 
 
+# Forks and leaves, again and again, faster than /proc can be read, and wakes its stopped ancestor.
+CHASE = """
+import os, signal
+first = os.getpid()
+os.write(1, b"1\\n")
+while True:
+    if os.fork():
+        if os.getpid() == first:
+            while True: signal.pause()
+        os._exit(0)
+    os.kill(first, signal.SIGCONT)
+"""
+
+
+async def test_a_tree_that_outruns_the_walk_is_killed_all_the_same(boxes: Boxes) -> None:
+    box = await boxes(SandboxSpec(limits=Limits(pids=60)))
+    box._group.v2 = None  # a host without cgroup.kill
+    async with asyncio.timeout(20):
+        assert await first_line(box, PYTHON, "-I", "-S", "-c", CHASE) == "1\n"  # waits for the end of its output
+    _, count = await sh(box, "ls -d /proc/[0-9]* | wc -l")
+    assert int(count) <= 4
+
+
+async def test_runs_that_are_cut_short_leave_no_cgroup_behind(boxes: Boxes) -> None:
+    box = await boxes()
+    if box._group.v2 is None:
+        pytest.skip("this node may make no cgroup here")
+    for delay in (0.0, 0.0005, 0.001, 0.002, 0.004) * 6:
+        running = asyncio.create_task(sh(box, "sleep 600"))
+        await asyncio.sleep(delay)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await sh(box, "true")
+    await sh(box, "true")
+    assert len(list(box._group.v2.glob("run-*"))) <= 1
+
+
+async def test_a_value_that_the_kernel_does_not_take_is_refused_if_it_was_asked_for(boxes: Boxes) -> None:
+    await boxes()
+    if "pids" not in boxes.driver.controllers:
+        pytest.skip("this node may make no pids cgroup here")
+    spec = SandboxSpec(limits=Limits(pids=100_000_000))
+    with pytest.raises(Unsupported, match="100000000 as a limit on pids"):
+        await boxes(spec, frozenset({"pids"}))
+    assert any("pids" in loss for loss in (await boxes(spec)).losses)
+
+
+def test_controllers_that_are_mounted_in_one_place_share_a_directory(tmp_path: Path) -> None:
+    groups = Cgroups("node", tmp_path)
+    groups._parents = {"cpu": tmp_path, "pids": tmp_path}
+    groups.controllers = {"cpu": "v1", "pids": "v1"}
+    made = groups.make("box", Limits(pids=50))
+    assert made.directories == [tmp_path / "box"]
+    assert (tmp_path / "box" / "pids.max").read_text() == "50"
+    assert made.kept == {"cpu", "pids"}
+
+
+async def test_without_descriptors_left_an_open_fails_as_such(boxes: Boxes) -> None:
+    box = await boxes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        with pytest.raises(OSError) as refused:
+            while True:
+                taken.append(await box.open("/etc/passwd", os.O_RDONLY))
+        assert refused.value.errno == errno.EMFILE
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def cgroup_directories() -> list[str]:
     found = Path("/sys/fs/cgroup").glob(f"**/sandlot-test{os.getpid()}*/*")
     return [str(path) for path in found if path.is_dir()]
@@ -389,15 +465,13 @@ async def test_a_killed_node_leaves_no_process_and_a_sweep_removes_the_rest(boxe
     watches = [os.pidfd_open(pid) for pid in pids]
     node.kill()
     node.wait()
-    for watch in watches:
-        async with asyncio.timeout(10):
-            ended = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().add_reader(watch, ended.set_result, None)
-            await ended
-        asyncio.get_running_loop().remove_reader(watch)
-        os.close(watch)
+    # At once, as a node does that is started again: the boxes may not have noticed yet.
     await boxes.driver.sweep(directory)
-    assert [path for path in cgroup_directories() if "dead" in path] == []
+    async with asyncio.timeout(10):  # without cgroups nothing has waited for them
+        await asyncio.gather(*(asyncio.to_thread(select.select, [watch], [], []) for watch in watches))
+    for watch in watches:
+        os.close(watch)
+    assert not list(Path("/sys/fs/cgroup").glob(f"*/**/sandlot-{directory.name}"))
     node.stdout.close()
 
 
