@@ -1,4 +1,5 @@
-"""How long a box takes: create to the first command's result, one command, destroy; and the memory of one.
+"""How long a box takes: create to the first command's result, one command, destroy; a hundred at once; 50 MB of output;
+and the memory of one.
 
 Method: one box at a time, in process (no HTTP), native driver, image `host`, default limits; medians over --rounds
 after a warm-up. Every peer that is installed does the same in the same run, in turns with ours, so that a slow moment
@@ -26,11 +27,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandlot.api import Run, SandboxSpec
+from sandlot.api import NodeAPI, Run, SandboxSpec
 from sandlot.sandbox import open_node
 
 TRUE = Run(argv=("true",))
 Figures = dict[str, list[float]]
+BURST = 100
+NULL = subprocess.DEVNULL
 
 
 def summary(values: list[float]) -> dict[str, float | int]:
@@ -54,7 +57,26 @@ def command(*argv: str, cwd: str | None = None) -> None:
     subprocess.run(argv, check=True, stdin=null, stdout=null, stderr=null, cwd=cwd)
 
 
-# Each peer: (why it cannot run here or None, one round that adds to the figures).
+def at_once(commands: list[tuple[str, ...]]) -> float:
+    """Start them all, wait for them all: seconds. Raises if one fails."""
+    started = time.perf_counter()
+    running = [subprocess.Popen(c, stdin=NULL, stdout=NULL, stderr=NULL) for c in commands]
+    failed = [process.args for process in running if process.wait() != 0]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(commands)} failed, the first: {failed[0]}")
+    return time.perf_counter() - started
+
+
+def drained(*argv: str) -> float:
+    """Read all that a command writes: seconds."""
+    started = time.perf_counter()
+    subprocess.run(argv, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+    return time.perf_counter() - started
+
+
+FLOOD = ("head", "-c", str(50 << 20), "/dev/zero")
+
+# Each peer: why it cannot run here, or None; a round that adds to the figures; a hundred at once and 50 MB in seconds.
 
 
 class Unshare:
@@ -64,8 +86,26 @@ class Unshare:
         return None if shutil.which("unshare") else "not installed"
 
     def round(self, figures: Figures) -> None:
-        flags = ("--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup", "--fork")
-        figures["create_cold_ms"].append(timed(lambda: command("unshare", *flags, "true")))
+        figures["create_cold_ms"].append(timed(lambda: command(*self.prefix, "true")))
+
+    prefix = (
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--pid",
+        "--net",
+        "--ipc",
+        "--uts",
+        "--cgroup",
+        "--fork",
+    )
+
+    def burst(self, count: int) -> float:
+        return at_once([(*self.prefix, "true")] * count)
+
+    def output(self) -> float:
+        return drained(*self.prefix, *FLOOD)
 
     def close(self) -> None: ...
 
@@ -77,9 +117,19 @@ class Bubblewrap:
         return None if shutil.which("bwrap") else "not installed"
 
     def round(self, figures: Figures) -> None:
-        mounts = ("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib")
-        mounts += ("--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp")
-        figures["create_cold_ms"].append(timed(lambda: command("bwrap", "--unshare-all", *mounts, "true")))
+        figures["create_cold_ms"].append(timed(lambda: command(*self.prefix, "true")))
+
+    prefix = (
+        *("bwrap", "--unshare-all", "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
+        *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev"),
+        *("--tmpfs", "/tmp"),
+    )
+
+    def burst(self, count: int) -> float:
+        return at_once([(*self.prefix, "true")] * count)
+
+    def output(self) -> float:
+        return drained(*self.prefix, *FLOOD)
 
     def close(self) -> None: ...
 
@@ -128,6 +178,22 @@ class Runc:
         finally:
             figures["destroy_ms"].append(timed(lambda: command("runc", "delete", "--force", name)))
 
+    def burst(self, count: int) -> float:
+        names = [f"sandlot-bench-{os.getpid()}-burst-{n}" for n in range(count)]
+        try:
+            return at_once([("runc", "run", "--detach", "--bundle", self._bundle, name) for name in names])
+        finally:
+            for name in names:
+                subprocess.run(["runc", "delete", "--force", name], capture_output=True, check=False)
+
+    def output(self) -> float:
+        name = f"sandlot-bench-{os.getpid()}-output"
+        command("runc", "run", "--detach", "--bundle", self._bundle, name)
+        try:
+            return drained("runc", "exec", name, *FLOOD)
+        finally:
+            command("runc", "delete", "--force", name)
+
     def close(self) -> None:
         shutil.rmtree(self._bundle, ignore_errors=True)
 
@@ -151,7 +217,7 @@ class Docker:
         name = f"sandlot-bench-{os.getpid()}"
 
         def create() -> None:
-            command("docker", "run", "--detach", "--network=none", "--name", name, self.image, "sleep", "1000")
+            command(*self._run(name))
             command("docker", "exec", name, "true")
 
         try:
@@ -159,6 +225,24 @@ class Docker:
             figures["run_ms"].append(timed(lambda: command("docker", "exec", name, "true")))
         finally:
             figures["destroy_ms"].append(timed(lambda: command("docker", "rm", "--force", name)))
+
+    def _run(self, name: str) -> tuple[str, ...]:
+        return ("docker", "run", "--detach", "--network=none", "--name", name, self.image, "sleep", "1000")
+
+    def burst(self, count: int) -> float:
+        names = [f"sandlot-bench-{os.getpid()}-burst-{n}" for n in range(count)]
+        try:
+            return at_once([self._run(name) for name in names])
+        finally:
+            subprocess.run(["docker", "rm", "--force", *names], capture_output=True, check=False)
+
+    def output(self) -> float:
+        name = f"sandlot-bench-{os.getpid()}-output"
+        command(*self._run(name))
+        try:
+            return drained("docker", "exec", name, *FLOOD)
+        finally:
+            command("docker", "rm", "--force", name)
 
     def close(self) -> None: ...
 
@@ -190,6 +274,11 @@ async def measure(rounds: int, peer_rounds: int, boxes: int) -> dict[str, Any]:
             if number % max(1, rounds // peer_rounds) == 0:
                 for name, peer in running.items():
                     peer.round(theirs[name])
+        burst = await burst_of(node, BURST)
+        output = await output_of(node)
+        once = {
+            name: {"burst_100_s": peer.burst(BURST), "output_50mb_s": peer.output()} for name, peer in running.items()
+        }
         memory = await memory_per_box(node, boxes)
     finally:
         await node.close()
@@ -197,12 +286,42 @@ async def measure(rounds: int, peer_rounds: int, boxes: int) -> dict[str, Any]:
             peer.close()
     return {
         **{name: summary(values) for name, values in ours.items()},
+        "burst_100_s": round(burst, 2),
+        "output_50mb_s": round(output, 3),
         "mb_per_box": memory,
         "peers": {
-            **{name: {key: summary(v) for key, v in figures.items() if v} for name, figures in theirs.items()},
+            **{
+                name: {key: summary(v) for key, v in figures.items() if v}
+                | {key: round(value, 3) for key, value in once[name].items()}
+                for name, figures in theirs.items()
+            },
             **{name: {"missing": reason} for name, reason in missing.items()},
         },
     }
+
+
+async def burst_of(node: NodeAPI, count: int) -> float:
+    """`count` creates at once, each to the result of its first command: seconds."""
+
+    async def one() -> str:
+        info = await node.create(SandboxSpec())
+        assert (await node.run(info.id, TRUE)).ok
+        return info.id
+
+    started = time.perf_counter()
+    ids = await asyncio.gather(*(one() for _ in range(count)))
+    seconds = time.perf_counter() - started
+    await asyncio.gather(*(node.destroy(box) for box in ids))
+    return seconds
+
+
+async def output_of(node: NodeAPI) -> float:
+    """A command that writes 50 MB: seconds to its result."""
+    info = await node.create(SandboxSpec())
+    result = await node.run(info.id, Run(argv=FLOOD))
+    assert result.out.total == 50 << 20
+    await node.destroy(info.id)
+    return result.seconds
 
 
 def available_mb() -> float:
@@ -212,7 +331,7 @@ def available_mb() -> float:
     raise RuntimeError("no MemAvailable")
 
 
-async def memory_per_box(node: Any, boxes: int) -> float:
+async def memory_per_box(node: NodeAPI, boxes: int) -> float:
     """Fall of MemAvailable over `boxes` idle boxes, in MB each, user and kernel memory."""
     before = available_mb()
     infos = [await node.create(SandboxSpec()) for _ in range(boxes)]
@@ -229,6 +348,9 @@ def table(result: dict[str, Any]) -> str:
             continue
         cells = [row.get(key) for key in ("create_cold_ms", "run_ms", "destroy_ms")]
         lines.append(f"{name:10}" + "".join(f" {c['p50']:>9} / {c['p99']:>8}" if c else f" {'-':>20}" for c in cells))
+    for key, words in (("burst_100_s", "100 at once"), ("output_50mb_s", "50 MB of output")):
+        cells = {name: row[key] for name, row in {"sandlot": result, **result["peers"]}.items() if key in row}
+        lines.append(f"{words}: " + ", ".join(f"{name} {value} s" for name, value in cells.items()))
     return "\n".join([*lines, f"memory: {result['mb_per_box']} MB a box"])
 
 
