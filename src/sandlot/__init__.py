@@ -1,23 +1,46 @@
 """Sandlot: sandboxes by the thousand, a trainer for LLM agents, and the model gateway between them.
 
-The public names are these; what is not listed here may change. Importing this loads neither torch nor a web server.
+The public names are these; what is not listed here may change. Each is loaded when it is first used: importing this
+loads nothing, so that `sandlot` is there at once to answer Ctrl-C, and neither torch nor a web server comes with it.
 """
 
-from sandlot.api import (
-    Ending,
-    Info,
-    Limits,
-    NodeAPI,
-    Output,
-    Run,
-    RunResult,
-    SandboxSpec,
-    Upstream,
-    Volume,
-)
-from sandlot.errors import SandlotError
-from sandlot.sandbox import Sandbox, open_node
-from sandlot.sync import SyncSandbox
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from sandlot.api import (
+        Ending,
+        Info,
+        Limits,
+        NodeAPI,
+        Output,
+        Run,
+        RunResult,
+        SandboxSpec,
+        Upstream,
+        Volume,
+    )
+    from sandlot.errors import SandlotError
+    from sandlot.sandbox import Sandbox, open_node
+    from sandlot.sync import SyncSandbox
+else:
+    _HOMES = {
+        "api": "Ending Info Limits NodeAPI Output Run RunResult SandboxSpec Upstream Volume",
+        "errors": "SandlotError",
+        "sandbox": "Sandbox open_node",
+        "sync": "SyncSandbox",
+    }
+
+    def __getattr__(name):
+        for home, names in _HOMES.items():
+            if name in names.split():
+                globals()[name] = getattr(importlib.import_module(f"sandlot.{home}"), name)
+                return globals()[name]
+        raise AttributeError(f"module 'sandlot' has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 

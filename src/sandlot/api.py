@@ -8,12 +8,13 @@ process, behind HTTP or on a cluster.
 from __future__ import annotations
 
 import base64
+import posixpath
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 # What a server's in-process handler is: an ASGI application. The node serves it on a listener inside the box.
 Scope = MutableMapping[str, Any]
@@ -35,6 +36,15 @@ def parse_bytes(value: object) -> object:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 
+# Less memory than this and not even the first process of a sandbox starts (its own pages and page tables, with room).
+LEAST_MEMORY = 8 << 20
+
+# Each volume is a mount that every start of a box makes; a spec that asks for more than this is a mistake.
+MOST_VOLUMES = 32
+
+# Where the kernel's own file systems are inside: a volume over them would break what they promise.
+_KERNEL_S = ("/proc", "/sys", "/dev")
+
 # Raw bytes in Python, base64 in JSON. (pydantic's own Base64Bytes would decode bytes given in Python too.)
 Binary = Annotated[
     bytes,
@@ -55,7 +65,7 @@ class Limits(Model):
 
     memory: Bytes | None = Field(
         default=2 << 30,
-        description="bytes of memory, its private files included; None: no limit, and no count of its use",
+        description="bytes of memory, its private files included, 8M or more; None: no limit, and no count of its use",
     )
     pids: int = Field(default=512, ge=2, description="processes and threads")
     cpus: float | None = Field(default=None, gt=0, description="CPU seconds per second; None: no quota")
@@ -64,13 +74,39 @@ class Limits(Model):
     inodes: int = Field(default=100_000, ge=64, description="files that the sandbox may make")
     open_files: int = Field(default=4096, ge=16, description="descriptors per process")
 
+    @field_validator("memory")
+    @classmethod
+    def _enough(cls, memory: int | None) -> int | None:
+        if memory is not None and memory < LEAST_MEMORY:
+            raise ValueError(f"no sandbox starts with {memory} bytes of memory; give it 8M or more")
+        return memory
+
 
 class Volume(Model):
-    """A host directory or file that is seen inside."""
+    """A host directory or file that is seen inside. A server shows only what its `--allow-volumes` names."""
 
     source: str = Field(description="absolute path on the host")
-    target: str = Field(pattern=r"^/[^\x00]*$", description="absolute path inside")
+    target: str = Field(
+        description="absolute path inside, without `.`, `..` or `//`; not / and not in /proc, /sys or /dev"
+    )
     read_only: bool = True
+
+    @field_validator("source", "target")
+    @classmethod
+    def _absolute(cls, path: str) -> str:
+        if not path.startswith("/") or "\0" in path:
+            raise ValueError(f"{path!r} is not an absolute path")
+        return path
+
+    @field_validator("target")
+    @classmethod
+    def _a_place(cls, target: str) -> str:
+        plain = "/" + posixpath.normpath(target).lstrip("/")
+        if target != plain:
+            raise ValueError(f"{target} has `.`, `..` or a `/` too many in it; write it as {plain}")
+        if target == "/" or any(target == each or target.startswith(each + "/") for each in _KERNEL_S):
+            raise ValueError(f"{target} cannot be replaced: a volume is not at /, nor in {', '.join(_KERNEL_S)}")
+        return target
 
 
 class Profile(StrEnum):
@@ -86,7 +122,11 @@ class SandboxSpec(Model):
 
     image: str = Field(default="host", description="name of an image; `host` is this machine's /usr over a bare root")
     env: dict[str, str] = Field(default_factory=dict, description="environment of every command")
-    cwd: str = Field(default="/root", description="working directory of a command that names none")
+    cwd: str = Field(
+        default="/root",
+        description="working directory of a command that names none; where this is not given either, that of a command "
+        "of another user than 0 is `/`, since /root is closed to it",
+    )
     hostname: str = Field(default="sandlot", pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,62}$")
     limits: Limits = Limits()
     volumes: tuple[Volume, ...] = ()
@@ -98,6 +138,16 @@ class SandboxSpec(Model):
     )
     lifetime: float | None = Field(default=None, gt=0, description="seconds until the sandbox ends by itself")
     idle_timeout: float | None = Field(default=None, gt=0, description="seconds without work until it ends")
+
+    @field_validator("volumes")
+    @classmethod
+    def _places(cls, volumes: tuple[Volume, ...]) -> tuple[Volume, ...]:
+        if len(volumes) > MOST_VOLUMES:
+            raise ValueError(f"{len(volumes)} volumes are more than the {MOST_VOLUMES} that a sandbox may have")
+        targets = [volume.target for volume in volumes]
+        if twice := next((target for target in targets if targets.count(target) > 1), None):
+            raise ValueError(f"two volumes are at {twice}")
+        return volumes
 
 
 class Run(Model):

@@ -3,7 +3,8 @@
 1. Results and errors are the node's own: the same values, the same exception classes, messages and hints.
 2. Bytes of any kind survive, of files, input and output.
 3. An application of this process answers for a sandbox on the server; its key never reaches the box or the application.
-4. A create that is cancelled leaves nothing on the server; every ending is counted there.
+4. A create that is cancelled leaves nothing on the server, and a cancelled run no command; every ending is counted
+   there.
 5. No server, a stranger's server and a server that breaks off are three clear errors.
 """
 
@@ -45,6 +46,22 @@ async def ask(context: Context) -> int:
     return 0
 
 
+class Telling:
+    """A program that never ends by itself, and says when it begins and is killed."""
+
+    began = asyncio.Event()
+    ended = asyncio.Event()
+
+    @classmethod
+    async def program(cls, context: Context) -> int:
+        cls.began.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cls.ended.set()
+        return 0
+
+
 async def listening(app: Any) -> tuple[asgi.Served, str]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -73,7 +90,7 @@ async def creating() -> Creating:
 
 @pytest.fixture
 async def local(tmp_path: Path, creating: Creating) -> AsyncIterator[Node]:
-    async with Node(FakeDriver({"ask": ask}, creating), tmp_path) as node:
+    async with Node(FakeDriver({"ask": ask, "tell": Telling.program}, creating), tmp_path) as node:
         yield node
 
 
@@ -239,6 +256,19 @@ async def test_a_client_that_vanishes_during_a_create_leaves_nothing(tmp_path: P
         assert await local.list() == []
         assert (await local.counts())["killed"] == 1
         served.close()
+
+
+async def test_a_cancelled_run_kills_its_command_on_the_server(local: Node, remote: HttpNode) -> None:
+    assert isinstance(local.driver, FakeDriver)
+    box = (await remote.create(SandboxSpec())).id
+    running = asyncio.ensure_future(remote.run(box, run("tell", timeout=None)))
+    async with asyncio.timeout(5):
+        await Telling.began.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await Telling.ended.wait()
+    assert (await remote.run(box, run("echo", "usable"))).stdout == "usable\n"
 
 
 async def test_no_server_is_unreachable() -> None:

@@ -108,3 +108,16 @@ print(*(name for name in ("torch", "transformers", "uvicorn", "matplotlib") if n
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").write_text("")
+    with pytest.raises(RecipeError, match="is a folder, not a file") as caught:
+        load_toml(tmp_path)
+    assert "demo.toml" in (caught.value.hint or "")
+
+
+def test_a_file_that_breaks_while_it_is_loaded_is_said(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("1 / 0\n")
+    with pytest.raises(RecipeError, match=r"mine\.py cannot be loaded: ZeroDivisionError"):
+        locate("mine.py:Mine", tmp_path)

@@ -43,7 +43,7 @@ def python(program: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def test_the_public_names_are_those_listed() -> None:
     public = {
-        name for name in vars(sandlot) if not name.startswith("_") and not inspect.ismodule(getattr(sandlot, name))
+        name for name in dir(sandlot) if not name.startswith("_") and not inspect.ismodule(getattr(sandlot, name))
     }
     assert public | {"__version__"} == set(sandlot.__all__)
     assert sandlot.__version__ == version("sandlot")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from sandlot.api import RunResult
-from sandlot.cli import say
+from sandlot.cli import interrupt, say
 from sandlot.errors import InvalidRequest
 from sandlot.sandbox import Sandbox, open_node
 
@@ -33,9 +32,16 @@ def run(
     env: Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="May be repeated.")] = None,
     volume: Annotated[
         list[str] | None,
-        typer.Option("--volume", "-v", metavar="HOST:INSIDE[:rw]", help="Show a host directory inside, read-only."),
+        typer.Option(
+            "--volume",
+            "-v",
+            metavar="HOST:INSIDE[:rw]",
+            help="Show a host directory inside, read-only; of a server only what its --allow-volumes names.",
+        ),
     ] = None,
-    cwd: Annotated[str | None, typer.Option(help="Working directory.")] = None,
+    cwd: Annotated[
+        str | None, typer.Option(help="Working directory; without one /root, or / for another --user.")
+    ] = None,
     user: Annotated[int, typer.Option(help="Numeric user inside.")] = 0,
     timeout: Annotated[float | None, typer.Option(help="Seconds until the command is killed.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the node of this process keeps its directory.")] = None,
@@ -44,7 +50,8 @@ def run(
 ) -> int:
     """Run a command in a fresh sandbox, print its output and exit with its status.
 
-    The status is the command's own; 128 + the signal that ended it; 127 if there is no such program.
+    The status is the command's own; 128 + the signal that ended it; 127 if there is no such program. Ctrl-C or SIGTERM
+    ends the sandbox first, and then exits with 130 or 143.
     """
     limits = {"memory": memory, "pids": pids, "cpus": cpus, "disk": disk}
     named = {name: value for name, value in limits.items() if value is not None}
@@ -64,7 +71,7 @@ def run(
         finally:
             await node.close()
 
-    sandbox_id, result = asyncio.run(work())
+    sandbox_id, result = interrupt.run(work())
     if json:
         fields = result.model_dump(exclude={"out", "err"})
         cut = result.out.truncated or result.err.truncated

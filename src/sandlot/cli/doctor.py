@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sandlot.api import Capability
-from sandlot.cli import say
+from sandlot.cli import interrupt, say
 from sandlot.sandbox import open_node
 
 
@@ -25,7 +24,7 @@ def doctor(
 
     Exits with 1 if no sandbox can be made here.
     """
-    found = asyncio.run(_look(url, api_key, state_dir))
+    found = interrupt.run(_look(url, api_key, state_dir))
     if json:
         say.data([capability.model_dump() for capability in found])
     else:

@@ -1,96 +1,35 @@
-"""The `sandlot` command: a table of its commands, each loaded only when it is the one that was called.
+"""The `sandlot` program: a quiet end for Ctrl-C and SIGTERM first, then everything else.
 
-It promises that `sandlot --help` needs neither torch nor a web server, and that whatever goes wrong ends in one clear
-message and a fitting exit status. To add a command: a function in a module of this package, a line in the table.
+It imports nothing heavy before the signals are seen to, because loading the rest takes a few tenths of a second in
+which a person may well change their mind. While a command has sandboxes, `interrupt.run` sees to the signals instead.
 """
 
 from __future__ import annotations
 
-import importlib
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
-
-import typer
-
-from sandlot.cli import say
-
-# name → where its function is, what it does in one line.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("sandlot.cli.box:run", "Run a command in a fresh sandbox and exit with its status."),
-    "train": ("sandlot.cli.train:train", "Train an agent by a recipe."),
-    "show": ("sandlot.cli.show:show", "Show a training run: its table and its curve."),
-    "serve": ("sandlot.cli.serve:serve", "Serve sandboxes of this host over HTTP."),
-    "doctor": ("sandlot.cli.doctor:doctor", "Say what this host can and cannot do, and what fixes it."),
-    "version": ("sandlot.cli.main:version", "Print the version."),
-}
-
-
-def version() -> None:
-    """Print the version."""
-    from sandlot import __version__
-
-    say.out(f"sandlot {__version__}")
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        version()
-        raise typer.Exit
+from collections.abc import Sequence
+from types import FrameType
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program. Exits."""
+    """The program. Exits. Who gives it `arguments` calls it inside a process whose signals are not ours."""
+    if arguments is None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's `&` wants it ignored
+                signal.signal(number, _leave)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(say.guarded(lambda: _run(words)))
+
+    from sandlot.cli import commands, say
+
+    status = say.guarded(lambda: commands.run(words))
+    if arguments is None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # the interpreter's own end would give them back their defaults
+            signal.signal(number, signal.SIG_IGN)
+    sys.exit(status)
 
 
-def _run(words: list[str]) -> int:
-    # No option of `sandlot` itself takes a value, so the first word that is not an option is the command.
-    called = next((word for word in words if not word.startswith("-")), None)
-    try:
-        status = _app(called)(words, prog_name="sandlot", standalone_mode=False)
-    except typer.TyperException as error:
-        if not words:  # only `sandlot`: not a mistake, a question
-            say.note(str(error))
-        else:
-            name = f" {called}" if called in COMMANDS else ""
-            say.error(error.format_message(), f"`sandlot{name} --help`")
-        return 2
-    except typer.Abort:
-        return say.INTERRUPTED
-    return status if isinstance(status, int) else 0
-
-
-def _app(called: str | None) -> typer.Typer:
-    app = typer.Typer(
-        name="sandlot",
-        help="Train LLM agents in real sandboxes.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-
-    @app.callback()
-    def options(
-        show: Annotated[
-            bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-        ] = False,
-    ) -> None: ...
-
-    for name, (target, line) in COMMANDS.items():
-        function = _load(target) if name == called else _not_called
-        # Options come before the first positional word: what follows belongs to the command that is to be run.
-        settings = {"allow_interspersed_args": False} if name == "run" else {}
-        app.command(name, help=None if name == called else line, short_help=line, context_settings=settings)(function)
-    return app
-
-
-def _load(target: str) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
-
-
-def _not_called() -> None:
-    """Stands in the table for a command whose module is not loaded: for its line in `sandlot --help`."""
+def _leave(number: int, frame: FrameType | None) -> None:
+    # There is nothing to tear down. An exception from here could be raised, and lost, anywhere in an import.
+    os._exit(128 + number)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from sandlot.api import Capability
+from sandlot.cli.interrupt import Interrupted
 from sandlot.errors import InvalidRequest, SandlotError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -62,12 +63,14 @@ def capabilities(found: Sequence[Capability]) -> None:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """The exit status of `work`, with what it raises said: 2 for a wrong request, 130 for Ctrl-C, else 1."""
+    """The exit status of `work`, with what it raises said: 2 for a wrong request, 130 or 143 for a signal, else 1."""
     try:
         return work()
     except SandlotError as failure:
         error(failure.message, failure.hint)
         return 2 if isinstance(failure, InvalidRequest) else 1
+    except Interrupted as interrupted:
+        return interrupted.code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

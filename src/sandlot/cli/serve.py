@@ -1,4 +1,9 @@
-"""`sandlot serve`: the sandboxes of this host over HTTP, until it is told to stop."""
+"""`sandlot serve`: the sandboxes of this host over HTTP, until it is told to stop.
+
+It promises that who reaches the server gets sandboxes and nothing of the host: what of it may be seen inside is named
+at the start by `--allow-volumes`, and by default that is nothing. So a server without a key, which listens to this
+machine only, gives a local user no more than sandboxes, not even where the server is root.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,16 @@ import errno
 import signal
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from sandlot import asgi
-from sandlot.cli import say
+from sandlot.cli import interrupt, say
 from sandlot.errors import Conflict, HostFault, InvalidRequest, Unsupported
+
+if TYPE_CHECKING:
+    from sandlot.server.volumes import AllowedVolumes
 
 # Seconds that answers which are being given may take once the sandboxes have ended: they only have to be written.
 _DRAIN_SECONDS = 5.0
@@ -25,12 +33,24 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="SANDLOT_API_KEY", help="What callers must send as a bearer token.")
     ] = None,
+    allow_volumes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR[:rw]",
+            help="A directory of this host that callers may mount, it and what is below, read-only. With `:rw` as a "
+            "whole only, and what they write there belongs to the server's user, programs too. May be repeated.",
+        ),
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the node keeps its directory.")] = None,
 ) -> int:
-    """Serve sandboxes of this host over HTTP. Ctrl-C or SIGTERM ends them all, and then the server."""
+    """Serve sandboxes of this host over HTTP. Ctrl-C or SIGTERM ends them all, and then the server.
+
+    Who can call it can make sandboxes, and mount into them what `--allow-volumes` names: by default nothing.
+    """
     asgi.require()
     try:
         from sandlot.server.app import LOOPBACK
+        from sandlot.server.volumes import AllowedVolumes
     except ImportError as error:
         raise Unsupported(f"serving needs {error.name}, which is missing", "`pip install 'sandlot[serve]'`") from None
     if host not in LOOPBACK and not api_key:
@@ -38,42 +58,34 @@ def serve(
             f"{host} can be reached by others, and who reaches this server can run commands on this host",
             "give it a key: `sandlot serve --host … --api-key KEY`, or SANDLOT_API_KEY",
         )
+    allowed = AllowedVolumes.named(allow_volumes or ())
     try:
-        import uvloop
-    except ImportError:
-        new_loop = None
-    else:
-        new_loop = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(_serve(host, port, api_key, state_dir))
+        return interrupt.run(_serve(host, port, api_key, allowed, state_dir), interrupt.fast_loop())
+    except interrupt.Interrupted as told:
+        return 0 if told.code == 128 + signal.SIGTERM else told.code  # to be told to stop is how a server ends
 
 
-async def _serve(host: str, port: int, api_key: str | None, state_dir: Path | None) -> int:
-    from sandlot.node.node import local_node
+async def _serve(
+    host: str, port: int, api_key: str | None, allowed: AllowedVolumes, state_dir: Path | None
+) -> NoReturn:
+    """Serves until it is cancelled."""
+    from sandlot.sandbox import open_node
     from sandlot.server.app import create_app
 
-    loop = asyncio.get_running_loop()
-    told: asyncio.Future[int] = loop.create_future()  # the exit status that the signal asks for
-    loop.add_signal_handler(signal.SIGTERM, _tell, told, 0)
-    loop.add_signal_handler(signal.SIGINT, _tell, told, say.INTERRUPTED)
-    listener = _listener(host, port)
-    with listener:
-        node = local_node(state_dir)
-        await node.start()
+    with _listener(host, port) as listener:
+        node = await open_node(state_dir=state_dir)
         try:
-            served = await asgi.serve(listener, create_app(node, api_key))
+            served = await asgi.serve(listener, create_app(node, api_key, allowed))
             shown = f"[{host}]" if ":" in host else host
             say.out(f"listening on http://{shown}:{listener.getsockname()[1]}")
-            status = await told
+            try:
+                while True:
+                    await asyncio.get_running_loop().create_future()  # which nothing ever resolves
+            finally:
+                await node.close()  # runs that wait are answered that their sandbox has ended
+                await served.drain(_DRAIN_SECONDS)
         finally:
-            await node.close()  # runs that wait are answered that their sandbox has ended
-        await served.drain(_DRAIN_SECONDS)
-    return status
-
-
-def _tell(told: asyncio.Future[int], status: int) -> None:
-    if not told.done():
-        told.set_result(status)
+            await node.close()
 
 
 def _listener(host: str, port: int) -> socket.socket:

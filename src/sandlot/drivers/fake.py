@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from sandlot.api import Capability, Ending, SandboxSpec, Stats
 from sandlot.drivers.base import Death, Exit, Spawn
-from sandlot.errors import Conflict, InvalidRequest, NotFound, SandboxEnded
+from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded
 
 T = TypeVar("T")
 
@@ -163,6 +163,7 @@ class FakeBox:
         self._ports: dict[int, int] = {}  # inside → outside
         self._processes: dict[int, FakeProcess] = {}
         self._next_pid = 2
+        self._silent = False
 
     async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int) -> FakeProcess:
         self._check_alive()
@@ -226,6 +227,7 @@ class FakeBox:
         return os.open(f"/proc/self/fd/{self._files[path]}", (flags & ~(os.O_CREAT | os.O_EXCL)) | os.O_CLOEXEC)
 
     async def stats(self) -> Stats:
+        self._check_alive()
         sizes = [os.fstat(fd).st_size for fd in self._files.values()]
         return Stats(pids=len(self._processes), disk=sum(sizes), inodes=len(sizes))
 
@@ -251,7 +253,13 @@ class FakeBox:
         self._ports.clear()
         self._gone()
 
+    def fall_silent(self) -> None:
+        """Its helper answers no more, and its death is not known yet: what a real box goes through before `die`."""
+        self._silent = True
+
     def _check_alive(self) -> None:
+        if self._silent and not self.death.done():
+            raise HostFault(f"box {self.id} does not answer")
         if self.death.done():
             raise SandboxEnded(f"box {self.id} has ended: {self.death.result().ending}")
 

@@ -29,10 +29,22 @@ _HALF_MADE_SECONDS = 60
 
 def default_state_dir() -> Path:
     """Where the nodes of this user keep their directories; made on first use."""
-    if os.geteuid() == 0:
-        return Path("/run/sandlot")
+    user = os.geteuid()
+    if user == 0:
+        if _is_ours(Path("/run/sandlot")):
+            return Path("/run/sandlot")
+        # Root of a user namespace only, so an ordinary user of the host: the second word is who that is.
+        user = int(Path("/proc/self/uid_map").read_text().split()[1])
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime, "sandlot") if runtime else Path(f"/tmp/sandlot-{os.geteuid()}")
+    return Path(runtime, "sandlot") if runtime else Path(f"/tmp/sandlot-{user}")
+
+
+def _is_ours(root: Path) -> bool:
+    """Whether `root` belongs to this user, or, where there is none, can be made."""
+    try:
+        return root.stat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return os.access(root.parent, os.W_OK)
 
 
 class NodeDirectory:
@@ -57,8 +69,11 @@ class NodeDirectory:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = root.stat()
             # In /tmp anybody could have made it first, to read or replace what is kept there.
-            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-                raise HostFault(f"{root} can be written by other users", "name another directory with `--state-dir`")
+            elsewhere = "name another directory with `--state-dir`"
+            if found.st_uid != os.geteuid():
+                raise HostFault(f"{root} belongs to user {found.st_uid}, not to us (user {os.geteuid()})", elsewhere)
+            if stat.S_IMODE(found.st_mode) & 0o022:
+                raise HostFault(f"{root} can be written by other users", elsewhere)
             made.mkdir(mode=0o700)
             try:
                 lock = os.open(made / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

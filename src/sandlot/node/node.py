@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sandlot import asgi
 from sandlot.aio import deadline, shielded
 from sandlot.api import (
-    AsgiApp,
     Capability,
     Ending,
     Info,
@@ -62,6 +61,10 @@ STEP_SECONDS = 30.0
 
 # The kernel takes namespaces down one after another: thousands of ends at once would only outlast their deadlines.
 ENDS_AT_ONCE = 32
+
+# Seconds from the moment when a dying box no longer answers to that when its death is known. In between the kernel
+# ends its processes: milliseconds, but a second or two for thousands of them.
+GOING_SECONDS = 10.0
 
 # How long an ended sandbox can be asked about (seconds), and of how many at most: ~400 bytes each.
 ENDED_SECONDS = 3600.0
@@ -172,7 +175,14 @@ class Node:
         except BaseException:
             self._directory.remove()
             raise
-        for dead in self._directory.abandoned():
+        try:
+            await self._sweep(self._directory)
+        except BaseException:  # nobody has a node to close who was cancelled while it was made
+            await self.close()
+            raise
+
+    async def _sweep(self, ours: NodeDirectory) -> None:
+        for dead in ours.abandoned():
             try:
                 async with deadline(STEP_SECONDS, f"removing what the dead node {dead.short_id} left"):
                     await self.driver.sweep(dead.path)
@@ -265,7 +275,9 @@ class Node:
         env = {**live.env, **run.env}
         if run.user != 0 and env["HOME"] == "/root":
             env["HOME"] = "/"  # as for any numeric user without an entry in /etc/passwd
-        cwd = run.cwd if run.cwd is not None else live.spec.cwd
+        cwd = run.cwd
+        if cwd is None:  # /root, where nobody named another, is closed to all but its owner
+            cwd = live.spec.cwd if run.user == 0 or "cwd" in live.spec.model_fields_set else "/"
         started = time.monotonic()
         pipes: list[_Output | _Input] = []
         theirs: list[int] = []
@@ -319,11 +331,9 @@ class Node:
     async def route(self, sandbox_id: str, port: int, target: Target) -> None:
         if not 0 < port < 65_536:
             raise InvalidRequest(f"{port} is not a port", "ports go from 1 to 65535")
-        asgi.require()
         with self._running(sandbox_id) as live:
-            app = self._relay(target) if isinstance(target, Upstream) else target
             async with deadline(STEP_SECONDS, f"listening on port {port} of sandbox {sandbox_id}"):
-                work = _listen(live.box, port, app)
+                work = self._listen(live.box, port, target)
                 served = await self._step(live, f"listen on port {port} of sandbox {sandbox_id}", work)
             if live.box.death.done():
                 served.close()
@@ -444,6 +454,16 @@ class Node:
         self._died(live, live.box.death)
         return self._ended_error(live.id)
 
+    async def _listen(self, box: Box, port: int, target: Target) -> asgi.Served:
+        asgi.require()
+        app = self._relay(target) if isinstance(target, Upstream) else target
+        listener = await box.listen(port)
+        try:
+            return await asgi.serve(listener, app)
+        except BaseException:
+            listener.close()
+            raise
+
     def _relay(self, upstream: Upstream) -> Relay:
         from sandlot.node.relay import Relay, new_transport
 
@@ -455,14 +475,25 @@ class Node:
         """One piece of work with the box; what fails of it is said in terms of the sandbox."""
         try:
             return await work
-        except OSError as error:
-            if live.box.death.done():
+        except (OSError, HostFault) as error:
+            if await self._dies(live):  # a box that is going down fails its calls one way or another: say which
                 raise self._lost(live) from None
-            raise host_fault(error, what) from error
-        except HostFault:
-            if live.box.death.done():  # a box that is going down fails its calls one way or another: say which
-                raise self._lost(live) from None
+            if isinstance(error, OSError):
+                raise host_fault(error, what) from error
             raise
+
+    async def _dies(self, live: _Live) -> bool:
+        """Whether a box that failed a call is dead, or so far gone that it answers nothing: then its death is awaited,
+        so that whoever asks next is told of it too."""
+        death = live.box.death
+        if not death.done():
+            try:
+                await live.box.stats()
+            except HostFault:
+                await asyncio.wait((death,), timeout=GOING_SECONDS)
+            except (OSError, SandlotError):
+                return False  # it answered
+        return death.done()
 
 
 class _Output:
@@ -582,15 +613,6 @@ async def _kill(process: Process) -> None:
     async with deadline(STEP_SECONDS, "killing a command"):
         await process.kill_tree()
         await process.wait()
-
-
-async def _listen(box: Box, port: int, app: AsgiApp) -> asgi.Served:
-    listener = await box.listen(port)
-    try:
-        return await asgi.serve(listener, app)
-    except BaseException:
-        listener.close()
-        raise
 
 
 def _exit_code(ended: Exit) -> int:

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from sandlot.api import AsgiApp, Message, NodeAPI, Scope
 from sandlot.errors import InvalidRequest, NotFound, SandlotError
 from sandlot.server import v1
+from sandlot.server.volumes import AllowedVolumes
 
 # Bytes of a request's body: a file of 64 MiB, or 48 MiB of standard input as base64, and some words around it.
 MOST_BODY_BYTES = (64 << 20) + (64 << 10)
@@ -34,8 +35,9 @@ class Unauthorized(SandlotError):
     status = 401
 
 
-def create_app(node: NodeAPI, api_key: str | None = None) -> FastAPI:
-    """The application. With `api_key`, each request but /healthz must bring it as a bearer token."""
+def create_app(node: NodeAPI, api_key: str | None = None, volumes: AllowedVolumes | None = None) -> FastAPI:
+    """The application. With `api_key`, each request but /healthz must bring it as a bearer token. Of the host's files
+    callers may mount what is in `volumes`; None: nothing."""
     app = FastAPI(
         title="Sandlot",
         description="Isolated Linux boxes over HTTP.",
@@ -43,6 +45,7 @@ def create_app(node: NodeAPI, api_key: str | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.node = node
+    app.state.volumes = volumes or AllowedVolumes.named()
     app.include_router(v1.router)
     app.add_api_route("/healthz", _healthz, methods=["GET"])
     app.add_exception_handler(SandlotError, _sandlot_error)
@@ -66,7 +69,10 @@ async def _sandlot_error(request: Request, error: Exception) -> JSONResponse:
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     # The first part of a location is where it was (body, query, path): of no use to who wrote the request.
-    said = [f"{'.'.join(map(str, e['loc'][1:])) or e['loc'][0]}: {e['msg']}" for e in error.errors()]
+    said = [
+        f"{'.'.join(map(str, e['loc'][1:])) or e['loc'][0]}: {e['msg'].removeprefix('Value error, ')}"
+        for e in error.errors()
+    ]
     return await _sandlot_error(request, InvalidRequest("; ".join(said), "the fields are described in /openapi.json"))
 
 

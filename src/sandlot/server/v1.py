@@ -1,11 +1,14 @@
 """The native HTTP API: one short function per route, the models of `api.py` as they are.
 
-It decides nothing: each function calls the node's method of the same meaning and returns what it returns.
+It decides nothing: each function calls the node's method of the same meaning and returns what it returns. What of the
+host may be mounted is asked of `volumes.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+from collections.abc import Coroutine
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from pydantic import BaseModel, TypeAdapter
@@ -13,6 +16,8 @@ from pydantic import BaseModel, TypeAdapter
 from sandlot.api import Capability, Ending, Info, NodeAPI, Run, RunResult, SandboxSpec, Stats, Upstream
 
 router = APIRouter(prefix="/v1")
+
+T = TypeVar("T")
 
 _INFOS = TypeAdapter(list[Info])
 
@@ -32,10 +37,29 @@ def _json(answer: BaseModel, status: int = 200) -> Response:
     return Response(answer.model_dump_json(), status, media_type="application/json")
 
 
+async def _while_heard(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns. When the caller hangs up first it is cancelled, as it would be in the caller's own process,
+    and the result is None."""
+    working = asyncio.ensure_future(work)
+    listening = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        listening.cancel()
+        working.cancel()
+        await asyncio.wait((working, listening))
+    return None if working.cancelled() else working.result()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 @router.post("/sandboxes", status_code=201, response_model=Info)
 async def create(request: Request, node: Node, spec: SandboxSpec) -> Response:
     """Make a sandbox; answers when a command can run in it."""
-    info = await node.create(spec)
+    info = await node.create(request.app.state.volumes.checked(spec))
     if await request.is_disconnected():  # nobody would ever know its id
         info = await node.destroy(info.id, Ending.KILLED)
     return _json(info, 201)
@@ -66,9 +90,11 @@ async def destroy(node: Node, sandbox_id: Id, ending: Ending = Ending.EXIT) -> R
 
 
 @router.post("/sandboxes/{sandbox_id}/run", response_model=RunResult)
-async def run(node: Node, sandbox_id: Id, run: Run) -> Response:
-    """Run a command to its end. A failure of the command is a result, not an error."""
-    return _json(await node.run(sandbox_id, run))
+async def run(request: Request, node: Node, sandbox_id: Id, run: Run) -> Response:
+    """Run a command to its end. A failure of the command is a result, not an error. When the caller hangs up, the
+    command is killed."""
+    result = await _while_heard(request, node.run(sandbox_id, run))
+    return _json(result) if result is not None else Response(status_code=499)  # which nobody reads
 
 
 @router.get("/sandboxes/{sandbox_id}/files", response_class=Response)

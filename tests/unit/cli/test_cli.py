@@ -4,7 +4,7 @@
 2. Data is on stdout, words are on stderr; an error is one sentence and a hint, never a traceback; 2 for wrong words.
 3. Ctrl-C ends the box and exits with 130.
 4. `sandlot serve --port 0` prints its address; SIGTERM ends boxes and server and leaves nothing; with no key it binds
-   to this machine only.
+   to this machine only. Of its host it shows what `--allow-volumes` names, and by default nothing.
 5. `sandlot doctor` has a line for each need and says by its status whether a box can be made.
 6. `--help` needs no heavy library; the same commands work against a server.
 """
@@ -94,12 +94,15 @@ def test_run_shows_volumes_and_keeps_limits(tmp_path: Path) -> None:
     [
         (["run", "--memory", "lots", "true"], 2, ["limits.memory: 'lots' is not a size", "512M"]),
         (["run", "--memroy", "1G", "true"], 2, ["--memroy", "hint: `sandlot run --help`"]),
+        (["run", "--memory", "4096", "true"], 2, ["limits.memory: no sandbox starts with 4096 bytes", "8M or more"]),
         (["run", "--volume", "x", "true"], 2, ["--volume x is not HOST:INSIDE"]),
+        (["run", "--volume", "/tmp:/proc/x", "true"], 2, ["volumes.0.target: /proc/x cannot be replaced"]),
         (["run", "--env", "NO_SUCH_VARIABLE", "true"], 2, ["no such variable", "NAME=VALUE"]),
         (["run"], 2, ["COMMAND", "hint: `sandlot run --help`"]),
         (["rum"], 2, ["rum", "hint: `sandlot --help`"]),
         (["run", "--image", "nope", "true"], 1, ["nope", "hint:"]),
         (["run", "--url", "http://127.0.0.1:9", "true"], 1, ["no server answers", "hint: `sandlot serve` starts one"]),
+        (["serve", "--allow-volumes", "/no/such"], 2, ["--allow-volumes /no/such: there is no /no/such"]),
         (["serve", "--host", "0.0.0.0"], 2, ["can be reached by others", "hint:", "--api-key"]),
         (["serve", "--host", "192.0.2.1", "--api-key", "k"], 1, ["cannot listen on 192.0.2.1", "hint:"]),
         (["serve", "--port", "0", "--state-dir", "/proc/nowhere"], 1, ["/proc/nowhere", "hint:"]),
@@ -187,6 +190,34 @@ def test_serve_ends_its_boxes_and_leaves_nothing(tmp_path: Path) -> None:
     assert err.startswith("error: ")
     assert not has_process("sleep\x006048")
     assert list(tmp_path.glob("node-*")) == []
+
+
+@pytest.mark.usefixtures("native")
+def test_serve_shows_of_its_host_what_it_was_told_to(tmp_path: Path) -> None:
+    data, state = tmp_path / "data", tmp_path / "state"
+    for directory in (data, state):
+        directory.mkdir(mode=0o755)
+    (data / "f").write_text("from the host")
+    (data / "f").chmod(0o644)
+    tmp_path.chmod(0o755)
+    for words, seen in (((), False), (("--allow-volumes", str(data)), True)):
+        server = Server("--state-dir", str(state), *words)
+        env = {"SANDLOT_URL": server.url}
+        asked = sandlot("run", "-v", f"{data}:/mnt", "--", "cat", "/mnt/f", env=env)
+        stolen = sandlot("run", "-v", "/etc:/mnt:rw", "--", "cat", "/mnt/hostname", env=env)
+        assert (asked.returncode, asked.stdout) == ((0, "from the host") if seen else (1, ""))
+        for refused in [stolen] if seen else [asked, stolen]:
+            assert (refused.returncode, refused.stdout) == (1, "")
+            assert "this server does not allow the volume" in refused.stderr
+            assert "sandlot serve --allow-volumes" in refused.stderr
+        assert server.stop(signal.SIGTERM) == (0, "")
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.skipif(os.geteuid() != 0, reason="there is one user id inside where the node is not root")
+def test_run_as_another_user_just_works() -> None:
+    done = sandlot("run", "--user", "1000", "--", "sh", "-c", "id -u; pwd")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1000\n/\n", "")
 
 
 @pytest.mark.usefixtures("native")

@@ -1,7 +1,8 @@
 """Promises of the node's directory and ledger:
 
 1. A node's directory is locked as long as the node lives, however it dies; only then is it called abandoned.
-2. A directory that others could have written is refused.
+2. A directory that others could have written is refused, and so is one that is not ours; root of a user namespace only
+   has the place of the user that it is.
 3. created = running + the sum of the endings, at every moment.
 4. A full disk refuses a create with a hint and counts nothing; an ending is counted all the same.
 """
@@ -59,6 +60,36 @@ def test_what_others_may_write_is_refused(tmp_path: Path) -> None:
         NodeDirectory.claim(tmp_path)
     assert "--state-dir" in (refusal.value.hint or "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_ours_is_called_that() -> None:
+    # In a process of its own, which becomes root of a user namespace as `unshare -r` makes one.
+    program = """
+import ctypes, os, sys
+from pathlib import Path
+from sandlot.errors import HostFault
+from sandlot.node.ledger import NodeDirectory, default_state_dir
+user = os.geteuid() or 65534
+if os.geteuid() == 0:
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+os.environ.pop("XDG_RUNTIME_DIR", None)
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(4, 1, 0, 0, 0)  # dumpable again, or its own files in /proc stay root's
+if libc.unshare(0x10000000):
+    sys.exit(77)
+Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+assert os.geteuid() == 0
+assert default_state_dir() == Path(f"/tmp/sandlot-{user}"), default_state_dir()
+try:
+    NodeDirectory.claim(Path("/usr"))
+except HostFault as error:
+    print(error.message)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 77:
+        pytest.skip("no user namespaces for ordinary users here")
+    assert done.stdout == "/usr belongs to user 65534, not to us (user 0)\n", done.stderr
 
 
 def test_counts_add_up(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 1. A command's failure is a result: exit code, signal, timeout with partial output, not found, not executable.
 2. Output is bounded: head and tail are kept, the total is told; the rest costs no memory.
 3. Standard input of any size arrives whole, and a command that does not read it does not hang.
-4. Every sandbox ends once, in a named way that can be asked about; the ledger's counts add up.
+4. Every sandbox ends once, in a named way that can be asked about; the ledger's counts add up. A call that meets its
+   end says so, and whoever asks next is told the same.
 5. Idle time and lifetime end a sandbox; work renews the first and not the second.
 6. A cancelled create leaves nothing; a cancelled run kills its command; a cancelled destroy is still carried out.
 7. A host in trouble is a HostFault with a hint, and leaves nothing.
 8. A route is served inside; it ends with its sandbox, its connections too.
-9. A node sweeps what dead nodes left, never what living ones hold, and leaves nothing when it closes.
+9. A node sweeps what dead nodes left, never what living ones hold, and leaves nothing when it closes or is cancelled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from sandlot.api import Ending, Run, SandboxSpec
+from sandlot.api import Ending, Run, SandboxSpec, Upstream
 from sandlot.drivers.fake import Context, FakeDriver
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, Unsupported
 from sandlot.node.ledger import NodeDirectory
@@ -158,6 +159,17 @@ async def test_the_environment_is_the_sandbox_s_and_the_run_s(node: Node) -> Non
     assert "HOME=/" in (await node.run(box, run("env", user=1000))).stdout.splitlines()
 
 
+async def test_another_user_is_not_sent_to_a_directory_that_is_closed_to_it(node: Node) -> None:
+    async def where(spec: SandboxSpec, **fields: Any) -> str:
+        return (await node.run((await node.create(spec)).id, run("pwd", **fields))).stdout.strip()
+
+    assert await where(SandboxSpec()) == "/root"
+    assert await where(SandboxSpec(), user=1000) == "/"
+    assert await where(SandboxSpec(), user=1000, cwd="/root") == "/root"
+    assert await where(SandboxSpec(cwd="/tmp"), user=1000) == "/tmp"
+    assert await where(SandboxSpec(cwd="/root"), user=1000) == "/root"
+
+
 async def test_an_end_can_be_asked_about_and_is_counted_once(node: Node) -> None:
     made = await node.create(SandboxSpec(labels={"for": "test"}))
     assert [info.id for info in await node.list()] == [made.id]
@@ -184,6 +196,22 @@ async def test_a_box_that_dies_says_how(node: Node) -> None:
     assert "memory" in (ended.value.hint or "")
     assert (await node.info(box)).ending == Ending.OOM
     assert (await node.counts())["oom"] == 1
+
+
+async def test_a_box_that_answers_no_more_is_ended_not_the_host_s_trouble(node: Node) -> None:
+    assert isinstance(node.driver, FakeDriver)
+    calls = [
+        lambda box: node.run(box, run("true")),
+        lambda box: node.read_file(box, "/f"),
+        lambda box: node.route(box, 8484, hello),
+    ]
+    for call in calls:
+        box = (await node.create(SandboxSpec())).id
+        node.driver.boxes[box].fall_silent()
+        asyncio.get_running_loop().call_later(0.05, node.driver.boxes[box].die, Ending.HELPER_DIED)
+        with pytest.raises(SandboxEnded, match="its first process died"):
+            await call(box)
+        assert (await node.info(box)).ending == Ending.HELPER_DIED
 
 
 async def test_idleness_and_lifetime_end_a_sandbox(node: Node) -> None:
@@ -294,6 +322,33 @@ async def test_no_descriptors_left_is_said_and_none_is_lost(node: Node) -> None:
     assert (await node.run(box, run("cat", stdin=b"x"))).stdout == "x"
 
 
+async def test_no_descriptors_left_for_a_file_or_a_route_is_said(node: Node) -> None:
+    box = (await node.create(SandboxSpec())).id
+    await node.write_file(box, "/root/f", b"x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, hard))
+    taken = []
+    try:
+        with pytest.raises(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for call in (
+            node.read_file(box, "/root/f"),
+            node.write_file(box, "/root/g", b"x"),
+            node.route(box, 8484, hello),
+            node.route(box, 8485, Upstream(url="https://127.0.0.1:9")),
+        ):
+            with pytest.raises(HostFault, match="Too many open files") as fault:
+                await call
+            assert "ulimit" in (fault.value.hint or "")
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert await node.read_file(box, "/root/f") == b"x"
+    await node.route(box, 8484, hello)
+
+
 async def test_a_route_is_served_inside_and_ends_with_its_sandbox(node: Node) -> None:
     assert isinstance(node.driver, FakeDriver)
     box = (await node.create(SandboxSpec())).id
@@ -321,6 +376,24 @@ async def test_a_node_sweeps_the_dead_and_spares_the_living(tmp_path: Path) -> N
         assert not dead.path.exists()
         assert alive.path.exists()
     alive.remove()
+
+
+async def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
+    entered = asyncio.Event()
+
+    class Slow(FakeDriver):
+        async def sweep(self, directory: Path) -> None:
+            entered.set()
+            await asyncio.sleep(3600)
+
+    dead = NodeDirectory.claim(tmp_path)
+    dead.release()
+    starting = asyncio.ensure_future(Node(Slow(), tmp_path).start())
+    await entered.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert list(tmp_path.iterdir()) == [dead.path]
 
 
 async def test_close_ends_all_and_later_calls_say_so(tmp_path: Path) -> None:

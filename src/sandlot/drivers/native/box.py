@@ -23,7 +23,7 @@ from sandlot.aio import deadline, shielded
 from sandlot.api import Capability, Ending, SandboxSpec, Stats
 from sandlot.drivers.base import Death, Exit, Spawn
 from sandlot.drivers.images import Image, Images
-from sandlot.drivers.native import cgroup, seccomp
+from sandlot.drivers.native import cgroup, ids, seccomp
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups, RunGroup
 from sandlot.drivers.native.ids import RANGE, HostIds
 from sandlot.drivers.native.plan import Host, Plan, make_plan
@@ -68,9 +68,9 @@ def _open_tree(path: str) -> int:
 
 
 def _has_root() -> bool:
-    """Whether this process is root with root's powers: in a container it often is root by name only, and then boxes
-    are made as an ordinary user makes them."""
-    if os.geteuid() != 0:
+    """Whether this process is root with root's powers: in a container it often is root by name only, or has no ids to
+    give away, and then boxes are made as an ordinary user makes them."""
+    if os.geteuid() != 0 or not ids.mapped(Path("/proc/self/uid_map").read_text()):
         return False
     try:
         os.close(_open_tree("/"))
@@ -319,6 +319,8 @@ class NativeBox:
         try:
             return self._socket(await self._ask(Frame.LISTEN, "listening inside", [(Key.PORT, port)]))
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise  # the host's trouble, not the port's
             raise Conflict(
                 f"port {port} of the sandbox cannot be listened on: {error.strerror}", "choose another port"
             ) from error

@@ -21,6 +21,15 @@ _PER_BLOCK = 256
 _LOCKS = Path("/run/sandlot/ids")
 
 
+def mapped(uid_map: str) -> bool:
+    """Whether the first range exists in a user namespace with this map: elsewhere there is nothing to hand out."""
+    for line in uid_map.splitlines():
+        first, _, count = (int(number) for number in line.split())
+        if first <= _FIRST and first + count >= _FIRST + _PER_BLOCK * RANGE:
+            return True
+    return False
+
+
 class HostIds:
     """The ranges of one node."""
 

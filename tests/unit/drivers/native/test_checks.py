@@ -14,6 +14,7 @@ import pytest
 
 import sandlot
 from sandlot.api import SandboxSpec, Volume
+from sandlot.drivers.native import ids
 from sandlot.drivers.native.box import NativeDriver
 from sandlot.drivers.native.checks import advice, probe
 from sandlot.errors import Unsupported
@@ -76,6 +77,14 @@ def test_the_advice_fits_the_cause(
     failure: str, settings: dict[str, str], root: bool, container: bool, expected: str
 ) -> None:
     assert expected in advice(failure, settings, root, container)
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "expected"),
+    [("0 0 4294967295\n", True), ("0 1000 1\n", False), ("0 100000 65536\n", False), ("0 0 1\n1 1 4294967294\n", True)],
+)
+def test_root_of_a_user_namespace_has_ids_to_give_only_if_they_are_mapped(uid_map: str, expected: bool) -> None:
+    assert ids.mapped(uid_map) is expected
 
 
 async def test_without_the_helper_it_says_how_to_get_one(tmp_path: Path) -> None:
