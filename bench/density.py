@@ -38,7 +38,7 @@ def host() -> dict[str, int]:
         "processes": sum(1 for path in Path("/proc").iterdir() if path.name.isdigit() and _is_helper(path)),
         "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
         "cgroups": sum(1 for _ in Path("/sys/fs/cgroup").glob("**/sandlot-*")),
-        "directories": sum(1 for root in ("/run/sandlot", "/tmp") for _ in Path(root).glob("node-*")),
+        "directories": sum(1 for root in ("/var/lib/sandlot", "/tmp") for _ in Path(root).glob("node-*")),
         "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
     }
 

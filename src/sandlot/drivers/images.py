@@ -18,12 +18,14 @@ from sandlot.errors import HostFault, NotFound
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """`root` is a directory that becomes the lowest layer; `binds` are host trees mounted over it, (source, target)."""
+    """`root` is a directory that becomes the lowest layer; `binds` are host trees mounted over it, (source, target).
+    `directories` are made anew in each box, (path, mode), so that they belong to its root even where the kernel cannot
+    map the owners of `root` (before 6.3 on a tmpfs, before 5.19 on any file system)."""
 
     name: str
     root: str
     binds: tuple[tuple[str, str], ...] = ()
-    path: str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    directories: tuple[tuple[str, int], ...] = ()
 
 
 _FILES = {
@@ -35,6 +37,8 @@ _FILES = {
     "etc/profile": "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nexport PATH\n",
 }
 _DIRECTORIES = {
+    "etc": 0o755,
+    "var": 0o755,
     "home": 0o755,
     "root": 0o700,
     "var/tmp": 0o1777,
@@ -83,9 +87,8 @@ def _make_host_image(root: Path) -> Image:
     root.mkdir(parents=True)
     root.chmod(0o755)
     for name, mode in _DIRECTORIES.items():
-        (root / name).mkdir(parents=True, exist_ok=True)
-        (root / name).chmod(mode)
-    (root / "etc").mkdir()
+        (root / name).mkdir()
+        (root / name).chmod(mode | 0o555)  # searchable for a box whose root is not the owner here
     for name, text in _FILES.items():
         (root / name).write_text(text)
     for name in _COPIES:
@@ -107,4 +110,4 @@ def _make_host_image(root: Path) -> Image:
     prefix = interpreter_prefix()
     if prefix != "/usr" and not prefix.startswith("/usr/"):
         binds.append((prefix, prefix))
-    return Image("host", str(root), tuple(binds))
+    return Image("host", str(root), tuple(binds), tuple(_DIRECTORIES.items()))

@@ -31,8 +31,9 @@ def default_state_dir() -> Path:
     """Where the nodes of this user keep their directories; made on first use."""
     user = os.geteuid()
     if user == 0:
-        if _is_ours(Path("/run/sandlot")):
-            return Path("/run/sandlot")
+        # On disk rather than under /run: before Linux 6.3 a tmpfs cannot show its files with other owners.
+        if _is_ours(Path("/var/lib/sandlot")):
+            return Path("/var/lib/sandlot")
         # Root of a user namespace only, so an ordinary user of the host: the second word is who that is.
         user = int(Path("/proc/self/uid_map").read_text().split()[1])
     runtime = os.environ.get("XDG_RUNTIME_DIR")

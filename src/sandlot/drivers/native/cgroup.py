@@ -317,10 +317,27 @@ def sweep(directory: Path) -> None:
     for line in dict.fromkeys(listing.read_text().splitlines()) if listing.exists() else ():
         path = Path(line)
         while not _remove_tree(path):
-            if time.monotonic() > until or not _kill_members(path, until):
+            if time.monotonic() > until:
                 raise HostFault(
                     f"the cgroup {path} of a dead node cannot be removed", "a process of it hangs in the kernel"
                 )
+            if not _kill_members(path, until):
+                _await_empty(path, until)
+
+
+def _await_empty(path: Path, until: float) -> None:
+    """A process that exits is not listed any more a moment before its cgroup can be removed. v2 says when; v1 does not,
+    so there it is looked at again a little later."""
+    try:
+        events = os.open(path / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        time.sleep(0.01)
+        return
+    change = select.poll()
+    change.register(events, select.POLLPRI)
+    if b"populated 1" in os.pread(events, 4096, 0):
+        change.poll(max(0, until - time.monotonic()) * 1000)
+    os.close(events)
 
 
 def _kill_members(path: Path, until: float) -> bool:

@@ -145,6 +145,7 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     steps += [
         Step(Do.MKDIR, target=f"{stage}/{name}", flags=0o755) for name in ("lower", "upper", "work", "root", "dev")
     ]
+    steps += [Step(Do.MKDIR, target=f"{stage}/upper/{name}", flags=mode) for name, mode in image.directories]
     steps += [
         Step(Do.MKDIR, target=f"{stage}/dev/pts", flags=0o755),
         Step(Do.MKDIR, target=f"{stage}/dev/shm", flags=0o1777),
