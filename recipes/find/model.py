@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sandlot.config import locate
+
 SPECIAL = ["<pad>", "<unk>", "<|user|>", "<|assistant|>", "<|end|>"]
-VERBS = ["find", "ls", "cat", "grep", "submit", "*", ":", "(empty)"]
-FILES = [f"f{i}" for i in range(5)]
-WORDS = [f"w{i}" for i in range(24)]
 
 # One line a message: the role, the words, the end. A conversation only ever grows at its end, so what was rendered
 # once never has to be encoded again.
@@ -28,7 +27,7 @@ def build(folder: Path, seed: int, hidden: int = 96, layers: int = 3) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    words = SPECIAL + VERBS + FILES + WORDS
+    words = SPECIAL + locate("task.py:vocabulary", Path(__file__).parent)()
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     # Split at blanks, and around the colon that grep puts between a file and its line.
     backend.pre_tokenizer = pre_tokenizers.Sequence(

@@ -49,9 +49,9 @@ class Find:
 
     def __init__(self, shots_good: float = 0.2, turns: int = 4, timeout: float = 60.0) -> None:
         if not 0.0 <= shots_good <= 1.0:
-            raise RecipeError(f"shots_good is {shots_good}: it is a share, from 0 to 1")
+            raise RecipeError(f"shots_good is {shots_good}: it is a share, from 0 to 1", "`env.options.shots_good=0.2`")
         if turns < 1:
-            raise RecipeError(f"turns is {turns}: the agent needs at least one")
+            raise RecipeError(f"turns is {turns}: the agent needs at least one", "`env.options.turns=4`")
         self.shots_good = shots_good
         self.turns = turns
         self.timeout = timeout

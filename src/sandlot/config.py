@@ -35,15 +35,19 @@ def load_toml(path: Path) -> Toml:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        near = sorted(path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        listing = ", ".join(f"`{p}`" for p in near[:5])
-        raise RecipeError(
-            f"there is no file {path}", f"beside it there is {listing}" if near else "give the path of a TOML file"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path} is not TOML: {error}") from None
+        raise RecipeError(f"there is no file {path}", _beside(path.parent)) from None
+    except IsADirectoryError:
+        raise RecipeError(f"{path} is a folder, not a file", _beside(path)) from None
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}", "give the path of a TOML file") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RecipeError(f"{path} is not TOML: {error}", 'text needs quotes there: `name = "demo"`') from None
+
+
+def _beside(folder: Path) -> str:
+    near = sorted(folder.glob("*.toml")) if folder.is_dir() else []
+    listing = ", ".join(f"`{path}`" for path in near[:5])
+    return f"in {folder} there is {listing}" if near else "give the path of a TOML file"
 
 
 def override(tables: Toml, assignments: Iterable[str]) -> Toml:
@@ -94,7 +98,7 @@ def _set(tables: Any, keys: list[str], value: Any, assignment: str) -> None:
                 here[key] = {"name": here[key]}
             here = here.setdefault(key, {})
             if not isinstance(here, dict | list):
-                raise RecipeError(f"`{assignment}`: `{key}` is a value, not a section")
+                raise RecipeError(f"`{assignment}`: `{key}` is a value, not a section", f"write `{key}=…`")
 
 
 def check(model: type[C], values: Mapping[str, Any], where: str) -> C:
@@ -109,7 +113,22 @@ def check(model: type[C], values: Mapping[str, Any], where: str) -> C:
             raise unknown("key", dotted, path[-1], _fields(model, first["loc"][:-1])) from None
         said = first["msg"].removeprefix("Value error, ")
         said = said[:1].lower() + said[1:]
-        raise RecipeError(f"`{dotted}` is {first['input']!r}: {said}" if path else f"{where}: {said}") from None
+        if first["type"] in ("model_type", "dict_type"):
+            said = "it is a section, with keys of its own"
+        shown = f"`{dotted}` is {first['input']!r}: {said}" if path else f"{where}: {said}"
+        raise RecipeError(shown, _hint(model, first["loc"], dotted)) from None
+
+
+def _hint(model: type[BaseModel], path: tuple[int | str, ...], dotted: str) -> str | None:
+    """What the key at `path` takes: the keys of a section, else its own sentence and its default."""
+    if keys := _fields(model, path):
+        return f"set one of its keys: {', '.join(f'`{dotted}.{key}`' if dotted else f'`{key}`' for key in keys)}"
+    owner = _section(model, path[:-1])
+    field = None if owner is None or not path else owner.model_fields.get(str(path[-1]))
+    if field is None:
+        return None
+    default = "" if field.is_required() or field.default is None else f"; by default `{dotted}={field.default}`"
+    return f"`{path[-1]}`: {(field.description or 'see the reference').rstrip('.')}{default}"
 
 
 def unknown(kind: str, shown: str, word: str, known: Iterable[str]) -> RecipeError:
@@ -122,13 +141,19 @@ def unknown(kind: str, shown: str, word: str, known: Iterable[str]) -> RecipeErr
 
 def _fields(model: type[BaseModel], path: Iterable[int | str]) -> list[str]:
     """The keys that the model at `path` inside `model` takes."""
+    found = _section(model, path)
+    return [] if found is None else list(found.model_fields)
+
+
+def _section(model: type[BaseModel], path: Iterable[int | str]) -> type[BaseModel] | None:
+    """The model at `path` inside `model`; None where a value stands."""
     here: Any = model
     for part in path:
         if isinstance(part, str) and isinstance(here, type) and issubclass(here, BaseModel):
             here = here.model_fields[part].annotation if part in here.model_fields else None
         candidates = [here, *get_args(here)]
         here = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), here)
-    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
+    return here if isinstance(here, type) and issubclass(here, BaseModel) else None
 
 
 def locate(entry: str, relative_to: Path | None = None) -> Any:
@@ -150,7 +175,10 @@ def locate(entry: str, relative_to: Path | None = None) -> Any:
         if spec is None or spec.loader is None:
             raise RecipeError(f"`{entry}`: {path} cannot be imported")
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # somebody's file, which may raise anything
+            raise RecipeError(f"`{entry}`: {path} cannot be loaded: {type(error).__name__}: {error}") from error
     else:
         try:
             module = importlib.import_module(module_name)

@@ -6,7 +6,6 @@ table at the end to stdout.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sandlot.cli import say
+from sandlot.cli import interrupt, say
 from sandlot.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -42,30 +41,26 @@ def train(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> int:
-    """Train an agent by a recipe. Ctrl-C ends it so that it can be resumed."""
+    """Train an agent by a recipe. Ctrl-C or SIGTERM ends it so that it can be resumed."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise Unsupported(f"training needs {', '.join(missing)}, which is missing", "`pip install 'sandlot[train]'`")
     from sandlot.cli.show import table
     from sandlot.rl.launch import launch
-    from sandlot.rl.recipe import load_recipe
+    from sandlot.rl.recipe import load_recipe, resume_command
 
     checked = load_recipe(recipe, changes or ())
-    try:
-        import uvloop
-    except ImportError:
-        new_loop = None
-    else:
-        new_loop = uvloop.new_event_loop
     watcher = Progress()
     try:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            result = runner.run(launch(checked, url=url, api_key=api_key, resume=resume, watcher=watcher))
-    except KeyboardInterrupt:
+        work = launch(checked, url=url, api_key=api_key, resume=resume, watcher=watcher)
+        result = interrupt.run(work, interrupt.fast_loop())
+    except interrupt.Interrupted as stopped:
         watcher.close()
-        if watcher.report is not None:
-            command = f"sandlot train {recipe} run_dir={watcher.report.run} --resume"
-            say.note(f"interrupted; all boxes have ended\n\nhint: go on with `{command}`")
-        return say.INTERRUPTED
+        run = None if watcher.report is None else watcher.report.run
+        if run is not None and (run / "recipe.toml").is_file():
+            say.note(f"interrupted; all boxes have ended\n\nhint: go on with `{resume_command(run, url)}`")
+        else:
+            say.note("interrupted before the run had begun; nothing is left of it")
+        return stopped.code
     finally:
         watcher.close()
     if json:

@@ -10,18 +10,24 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from sandlot.api import RunResult, Volume
+from sandlot.config import unknown
 from sandlot.errors import RecipeError
 
 if TYPE_CHECKING:
     from sandlot.sandbox import Sandbox
+
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Answer = Callable[[list[dict[str, Any]]], str]  # a dialogue in OpenAI's shape → the assistant's next text
 
@@ -77,10 +83,31 @@ def load_env(spec: str, relative_to: Path | str = ".", **options: Any) -> BoxedE
     missing = [part for part in ("task", "grade") if not callable(getattr(kind, part, None))]
     if missing:
         raise RecipeError(f"{spec} is not an environment: it has no {' and no '.join(missing)}")
-    try:
-        return cast(BoxedEnv, kind(**options))
-    except TypeError as error:
-        raise RecipeError(f"{spec} does not take these options: {error}") from error
+    return cast(BoxedEnv, kind(**_checked(kind, spec, options)))
+
+
+def _checked(kind: type, spec: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options as the constructor's own annotations want them. Raises RecipeError."""
+    takes = inspect.signature(kind).parameters
+    hints = get_type_hints(vars(kind).get("__init__", kind))
+    if missing := [n for n, p in takes.items() if p.default is p.empty and p.kind not in _MANY and n not in options]:
+        raise RecipeError(
+            f"{spec} needs the option `env.options.{missing[0]}`", f"set it: `env.options.{missing[0]}=…`"
+        )
+    checked = {}
+    for name, value in options.items():
+        if name not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            raise unknown("key", f"env.options.{name}", name, takes)
+        try:
+            checked[name] = TypeAdapter(hints.get(name, Any)).validate_python(value)
+        except ValidationError as error:
+            said = error.errors()[0]["msg"]
+            default = takes[name].default
+            raise RecipeError(
+                f"`env.options.{name}` is {value!r}: {said[:1].lower() + said[1:]}",
+                f"by default `env.options.{name}={default}`" if default is not takes[name].empty else None,
+            ) from None
+    return checked
 
 
 def _file(path: Path, spec: str) -> ModuleType:

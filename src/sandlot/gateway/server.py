@@ -29,9 +29,11 @@ from sandlot.gateway.engine import Engine, Generation, Question, Refusal, Sampli
 from sandlot.gateway.render import Renderer
 from sandlot.gateway.trace import Prompt, Trace
 
-BODY_BYTES = 64 << 20  # agents send whole repositories; a body is held in memory once
+BODY_BYTES = 64 << 20  # agents send whole repositories. Of one session's requests together: a box fills no memory here
+BODIES = 64  # requests of one session that are being read at once; each costs its connection's buffers too
 BODY_SECONDS = 60.0  # from the first to the last byte of a request
 GENERATE_SECONDS = 600.0  # the patience of OpenAI's own clients
+UNREAD = {"unread": True}  # the rest of the body comes yet: the connection must go with the refusal
 
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -47,7 +49,13 @@ class Ask:
 
 
 class Gateway:
-    """Opens sessions on one engine. `counts` and `outcomes` are the gateway's own count of what went through it."""
+    """Opens sessions on one engine. `counts` and `outcomes` are the gateway's own count of what went through it; nobody
+    tells it how an episode came out. Each closed session is in `outcomes` once:
+
+        answered    its last question was answered       cut       its last question was still being answered, or its
+        silent      it never asked anything                        client had gone
+                                                         failed    the answer to one of its questions broke here
+    """
 
     def __init__(self, engine: Engine, renderer: Renderer, model: str = "policy", context: int | None = None) -> None:
         """`context`: tokens that the engine can hold, prompt and answer together; None: no limit."""
@@ -80,33 +88,38 @@ class Session:
         self.episode = episode
         self.trace = Trace(gateway.renderer)
         self.fault: SandlotError | None = None
-        self.outcome: str | None = None
         self._gateway = gateway
         self._sampling = sampling
         self._max_calls = max_calls
         self._max_tokens = max_tokens
         self._tokens = 0
+        self._cut = False  # the last question's sampling was cancelled
+        self._bodies = self._body_bytes = 0  # of requests that are being read
         self._asks: dict[bytes, Ask] = {}
         self._running: set[asyncio.Task[chat.ChatAnswer]] = set()
         self._numbers = itertools.count()
         self._created = int(time.time())
         self._closed = False
 
-    async def close(self, outcome: str | None = None) -> None:
-        """No further calls; what is being sampled is cancelled. Idempotent. How the episode came out may be known
-        only later, by another call: the first `outcome` is the one that counts."""
+    async def close(self) -> None:
+        """No further calls; what is being sampled is cancelled. Idempotent."""
         if not self._closed:
             self._closed = True
             del self._gateway.sessions[self.episode]
             self._gateway.counts["closed"] += 1
+            self._gateway.outcomes[self._outcome()] += 1
             self._asks.clear()
-        if outcome is not None and self.outcome is None:
-            self.outcome = outcome
-            self._gateway.outcomes[outcome] += 1
         if running := tuple(self._running):
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    def _outcome(self) -> str:
+        if self.fault is not None:
+            return "failed"
+        if self._running or self._cut:
+            return "cut"
+        return "answered" if self.trace.calls else "silent"
 
     async def handler(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application: chat completions, models, health; with and without /v1."""
@@ -129,14 +142,16 @@ class Session:
             retry = [] if no.details.get("retry") else [(b"x-should-retry", b"false")]
             # The rest of a body that was refused unread would be taken for the next request.
             await _reply(
-                send, no.status, chat.refusal(no), [*retry, *([(b"connection", b"close")] * (no.status == 413))]
+                send,
+                no.status,
+                chat.refusal(no),
+                [*retry, *([(b"connection", b"close")] * bool(no.details.get("unread")))],
             )
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        body = await _body(headers, receive)
-        request = chat.parse(body)
-        key = headers.get(b"idempotency-key") or hashlib.sha256(body).digest()
+        request, digest = await self._request(headers, receive)
+        key = headers.get(b"idempotency-key") or digest
         again = b"idempotency-key" in headers or headers.get(b"x-stainless-retry-count", b"0") != b"0"
         ask = self._asks.get(key)
         if ask is None or (ask.delivered and not again) or _failed(ask.answering):
@@ -148,6 +163,43 @@ class Session:
         text = chat.stream(answer, request) if request.stream else chat.completion(answer, request)
         await _reply(send, 200, text, [(b"x-request-id", answer.id.encode())], kind)
         ask.delivered = True
+
+    async def _request(self, headers: dict[bytes, bytes], receive: Receive) -> tuple[chat.ChatRequest, bytes]:
+        """What the client wants, and the digest of its words. Raises Refusal when they make no sense, are too large or
+        too slow, or when this session's other requests leave no room for them."""
+        too_large = Refusal(413, chat.INVALID, f"the request body is larger than {BODY_BYTES >> 20} MiB", UNREAD)
+        busy = "too many requests of this episode are being read; send fewer or smaller ones at once"
+        no_room = Refusal(429, "rate_limit_error", busy, {"code": "rate_limit_exceeded", "retry": True, **UNREAD})
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > BODY_BYTES:
+            raise too_large
+        if self._bodies >= BODIES:
+            raise no_room
+        parts: list[bytes] = []
+        size = 0
+        self._bodies += 1
+        try:
+            async with deadline(BODY_SECONDS, "the request body"):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refusal(400, chat.INVALID, "the client went away in the middle of its request")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._body_bytes += len(parts[-1])
+                    if size > BODY_BYTES:
+                        raise too_large
+                    if self._body_bytes > BODY_BYTES:
+                        raise no_room
+                    more = message.get("more_body", False)
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            return chat.parse(body), hashlib.sha256(body).digest()
+        except DeadlineExceeded as error:
+            raise Refusal(408, chat.INVALID, error.message, {"retry": True, **UNREAD}) from error
+        finally:
+            self._bodies -= 1
+            self._body_bytes -= size
 
     async def _answer(self, ask: Ask, receive: Receive) -> chat.ChatAnswer | None:
         """The answer; None when the client went away before it could be told. Whoever waits last and goes, ends it."""
@@ -196,6 +248,7 @@ class Session:
 
     def _finished(self, task: asyncio.Task[chat.ChatAnswer]) -> None:
         self._running.discard(task)
+        self._cut = task.cancelled()
         if not task.cancelled():
             task.exception()  # seen, even if the client that was to be told of it has gone
 
@@ -265,29 +318,6 @@ def _ended(episode: str) -> Refusal:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _body(headers: dict[bytes, bytes], receive: Receive) -> bytes:
-    """The request's body. Raises Refusal when it is too large or too slow."""
-    too_large = Refusal(413, chat.INVALID, f"the request body is larger than {BODY_BYTES >> 20} MiB")
-    length = headers.get(b"content-length", b"")
-    if length.isdigit() and int(length) > BODY_BYTES:
-        raise too_large
-    parts, size = [], 0
-    try:
-        async with deadline(BODY_SECONDS, "the request body"):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Refusal(400, chat.INVALID, "the client went away in the middle of its request")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > BODY_BYTES:
-                    raise too_large
-                if not message.get("more_body", False):
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
-    except DeadlineExceeded as error:
-        raise Refusal(408, chat.INVALID, error.message, {"retry": True}) from error
 
 
 async def _reply(

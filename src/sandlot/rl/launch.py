@@ -11,9 +11,11 @@ the node every box. The run itself is `loop.py`. `launch` is what `sandlot train
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,14 @@ from sandlot.rl.algos.base import Algorithm
 from sandlot.rl.engines.scripted import ScriptedEngine
 from sandlot.rl.feed import Demonstrations, Feed, Rollouts
 from sandlot.rl.process import Child
-from sandlot.rl.recipe import DemonstrationPhase, Phase, Recipe, RolloutPhase, load_recipe
+from sandlot.rl.recipe import DemonstrationPhase, Phase, Recipe, RolloutPhase, load_recipe, resume_command
 from sandlot.rl.report import Counts, Report, Watcher
-from sandlot.rl.rollout.agent import BoxRunner
+from sandlot.rl.rollout.agent import BoxRunner, Deadlines
 from sandlot.rl.rollout.dispatcher import Dispatcher, rollout_all
 from sandlot.rl.rollout.sink import Sink
 from sandlot.rl.rollout.source import Source
 from sandlot.rl.train.backend import Trainer
-from sandlot.rl.train.checkpoint import Checkpoints
+from sandlot.rl.train.checkpoint import Checkpoints, not_written, write
 from sandlot.rl.train.publish import Publisher
 from sandlot.rl.types import Group, Sample
 from sandlot.sandbox import Sandbox, open_node
@@ -139,8 +141,10 @@ async def open_boxes(recipe: Recipe, url: str | None = None, api_key: str | None
     node = await open_node(url, api_key)
     try:
         volumes, sandbox = recipe.environment().volumes, recipe.sandbox
-        async with await Sandbox.create(sandbox.image, limits=sandbox.limits, volumes=volumes, node=node):
-            pass
+        trial = await Sandbox.create(
+            sandbox.image, limits=sandbox.limits, volumes=volumes, lifetime=Deadlines().create, node=node
+        )
+        await trial.close()
         yield node
     finally:
         await shielded(node.close())
@@ -161,7 +165,8 @@ async def open_parts(recipe: Recipe, run: Path, report: Report, node: NodeAPI) -
             ("trainer", trainer_entry, settings.threads),
             ("engine", engine_entry, getattr(engine_config, "threads", 1)),
         ):
-            child = await Child.start(name, logs / f"{name}.log", threads, preload=_preload(name, entry))
+            log, patience = logs / f"{name}.log", recipe.rollout.patience
+            child = await Child.start(name, log, threads, _preload(name, entry), patience)
             opened.push_async_callback(_close, child)
             children.append(child)
         learner, answerer = children
@@ -210,12 +215,18 @@ async def _model(recipe: Recipe, run: Path, learner: Child) -> Path:
     if recipe.model.path is not None:
         return (Path(recipe.folder) / recipe.model.path).resolve()
     folder, partial = run / "model", run / "model.partial"
+    if not (run / "recipe.toml").is_file():  # a start that failed may have left those of another recipe
+        shutil.rmtree(folder, ignore_errors=True)
     if not folder.exists():
-        partial.mkdir(exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
         entry = str((Path(recipe.folder) / str(recipe.model.build).partition(":")[0]).resolve())
         name = str(recipe.model.build).partition(":")[2]
-        await learner.function(f"{entry}:{name}", partial, recipe.seed, **recipe.model.options)
-        partial.rename(folder)
+        try:
+            await learner.function(f"{entry}:{name}", partial, recipe.seed, **recipe.model.options)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # what is left of one that failed
     return folder
 
 
@@ -223,8 +234,9 @@ async def _model(recipe: Recipe, run: Path, learner: Child) -> Path:
 
 
 def run_folder(recipe: Recipe, resume: bool) -> Path:
-    """The folder of this run, made if need be. Raises Conflict when it holds another run, NotFound when there is
-    nothing to resume, RecipeError when what is there came from another recipe."""
+    """The folder of this run, made if need be. A folder holds a run from the moment that there is a recipe.toml in it.
+    Raises Conflict when it holds another run, NotFound when there is nothing to resume, RecipeError when what is there
+    came from another recipe."""
     if recipe.run_dir is None:
         if resume:
             raise NotFound("which run is to be resumed?", "name its folder: `run_dir=PATH --resume`")
@@ -243,17 +255,29 @@ def run_folder(recipe: Recipe, resume: bool) -> Path:
             changed = [name for name in changed if name not in ("run_dir", "folder", "checkpoint_seconds")]
             raise RecipeError(
                 f"{run} was started with another recipe: {', '.join(changed)} differ",
-                f"resume it with its own: `sandlot train {kept} run_dir={run} --resume`",
+                f"resume it with its own: `{resume_command(run)}`",
             )
     elif kept.exists():
         raise Conflict(
             f"{run} already holds a run",
-            f"go on with it: `--resume`; or choose another folder: `run_dir={run}-2`; or remove it",
+            f"go on with it: `{resume_command(run)}`; or choose another folder: `run_dir={run}-2`; or remove it",
         )
     run.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        kept.write_text(recipe.to_toml())
     return run.resolve()
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """The run folder, for this process alone; the kernel lets go of it however the process ends. Raises Conflict."""
+    with (run / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(
+                f"the run in {run} is being worked on by another process",
+                f"wait for it or end it (`fuser {run}/lock` names it); or choose another folder: `run_dir={run}-2`",
+            ) from None
+        yield
 
 
 async def launch(
@@ -267,11 +291,13 @@ async def launch(
     """Run a recipe to its end; the content of run.json. However it ends, boxes and processes are gone by then."""
     try:
         async with open_boxes(recipe, url, api_key) as node:
-            return await _run(recipe, run_folder(recipe, resume), node, watcher)
+            run = run_folder(recipe, resume)
+            with held(run):
+                if not resume:
+                    run_folder(recipe, resume)  # it may have been taken before it was ours
+                return await _run(recipe, run, node, watcher)
     except OSError as error:
-        where = error.filename or recipe.run_dir or "runs"
-        hint = "free some space, or choose another `run_dir`; a run that has begun goes on with `--resume`"
-        raise HostFault(f"could not write {where}: {error.strerror or error}", hint) from error
+        raise not_written(error.filename or recipe.run_dir or "runs", error) from error
 
 
 async def _run(recipe: Recipe, run: Path, node: NodeAPI, watcher: Watcher | None) -> dict[str, Any]:
@@ -280,18 +306,24 @@ async def _run(recipe: Recipe, run: Path, node: NodeAPI, watcher: Watcher | None
     report = Report(run, recipe.name, watcher, None if saved is None else Counts(**saved[0]["report"]))
     names = dict.fromkeys(["start", "warm", "rl", *(phase.name for phase in recipe.phase)])
     facts = {"evaluations": list(names), "seed": recipe.seed, "recipe": recipe.key()}
+    kept = run / "recipe.toml"
     status = "failed"
     try:
         async with open_parts(recipe, run, report, node) as parts:
+            if not kept.exists():
+                write(kept, recipe.to_toml().encode())
             await loop.train(parts, at)
         status = "done"
     except asyncio.CancelledError:
         status = "interrupted"
         raise
     finally:
-        try:
-            summary = report.finish(status, facts)
-        except OSError:  # a full disk, say: the checkpoint is whole, and why the run ended is on its way already
-            if status == "done":
-                raise
+        if kept.exists():
+            try:
+                summary = report.finish(status, facts)
+            except HostFault:  # a full disk, say: the checkpoint is whole, and why the run ended is on its way already
+                if status == "done":
+                    raise
+        else:
+            report.close()  # it never began, and leaves nothing that would be in the way of the next try
     return summary

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sandlot.aio import shielded
 from sandlot.errors import TrainingFault
 from sandlot.rl.algos.base import with_annotations
-from sandlot.rl.recipe import Phase
+from sandlot.rl.recipe import Phase, resume_command
 from sandlot.rl.report import Report
 from sandlot.rl.train.backend import Objective
 
@@ -100,5 +100,6 @@ def _gate(phase: Phase, report: Report) -> None:
         raise TrainingFault(
             f"phase `{phase.name}` was not started: held-out success after `{name}` is {success:.2f}, "
             f"and it needs {phase.needs_success:g}; reinforcement lifts what is there, it does not invent it",
-            f"warm up longer (demonstrations, epochs), or go on anyway: `--resume phase.{phase.name}.needs_success=0`",
+            "warm up longer (demonstrations, epochs), or go on anyway: "
+            f"`{resume_command(report.run, None, f'phase.{phase.name}.needs_success=0')}`",
         )

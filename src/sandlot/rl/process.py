@@ -1,9 +1,11 @@
 """An object in a process of its own, called as if it were here.
 
-Owns the child process, its channel and its end. Many calls may be in flight; a call that is cancelled here is cancelled
-there; an error comes back as the SandlotError it was, anything else as a TrainingFault that names the part. When the
-child dies, pending and later calls say so. When this process dies, however it dies, the channel closes and the child
-ends at once. A method that is a coroutine runs in the child's event loop; a plain one in its one worker thread.
+Owns the child process, its channel and its end. Many calls may be in flight, each for at most `patience` seconds; an
+error comes back as the SandlotError it was, anything else as a TrainingFault that names the part. When the child dies,
+pending and later calls say so. When this process dies, however it dies, the channel closes, and the child ends when its
+event loop next turns; only the making of its object holds that loop. A method that is a coroutine runs in it and is
+cancelled when its call is; a plain one runs in the child's one worker thread and goes on to its end, for nobody then,
+but does not hold up the end of the process.
 
 Frames on the channel, a socket pair: 8 bytes of length, then a pickle. Both ends are the same installation and nothing
 else can write to it.
@@ -17,6 +19,7 @@ A part on another host will be a Ray actor behind the same few methods.
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import itertools
 import os
@@ -30,8 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sandlot.aio import deadline
 from sandlot.config import locate
-from sandlot.errors import HostFault, SandlotError, TrainingFault, from_wire
+from sandlot.errors import DeadlineExceeded, HostFault, SandlotError, TrainingFault, from_wire
 
 # glibc otherwise gives each large tensor's pages back to the kernel and faults them in again: 8-20 % of all CPU time.
 ENVIRONMENT = {
@@ -41,16 +45,18 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_OFFLINE": "1",  # a part reads the folder it is given and asks nobody
 }
+PATIENCE_SECONDS = 600.0  # for one call, unless told otherwise: the largest step of a small model takes a few
 CLOSE_SECONDS = 10.0  # for a child to end after its channel has closed; then it is killed
 
 
 class Child:
     """A process that holds one object. `name` is what messages call it; its stderr goes to the file `log`."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, patience: float) -> None:
         self.name = name
         self._process = process
         self._log = log
+        self._patience = patience
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._fault: TrainingFault | None = None
@@ -59,7 +65,9 @@ class Child:
         self._reading: asyncio.Task[None]
 
     @classmethod
-    async def start(cls, name: str, log: Path, threads: int = 1, preload: str = "") -> Child:
+    async def start(
+        cls, name: str, log: Path, threads: int = 1, preload: str = "", patience: float = PATIENCE_SECONDS
+    ) -> Child:
         """Start the process; it imports the module `preload` while its parent does something else."""
         here, there = socket.socketpair()
         code = "import sys; from sandlot.rl.process import serve; serve(int(sys.argv[1]), sys.argv[2])"
@@ -67,6 +75,7 @@ class Child:
             with there, log.open("ab") as stderr:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
+                    "-P",  # a `queue.py` where the run was started is not the library's
                     "-c",
                     code,
                     str(there.fileno()),
@@ -78,7 +87,7 @@ class Child:
                     env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
                     start_new_session=True,  # Ctrl-C is for the parent, which then ends its children in order
                 )
-            child = cls(name, process, log)
+            child = cls(name, process, log, patience)
             child._reader, child._writer = await asyncio.open_connection(sock=here)
         except BaseException:
             here.close()
@@ -120,11 +129,13 @@ class Child:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
-            _send(self._writer, (number, what, name, args, kwargs))
-            return await answer
-        except asyncio.CancelledError:
-            if self._process.returncode is None and number in self._pending:
-                _send(self._writer, (number, "cancel", "", (), {}))
+            self._writer.write(_frame((number, what, name, args, kwargs)))
+            what_waits, hint = f"`{name}` in the {self.name} process", f"its last words are in {self._log}"
+            async with deadline(self._patience, what_waits, f"raise `rollout.patience` if it is only slow; {hint}"):
+                return await answer
+        except (asyncio.CancelledError, DeadlineExceeded):
+            if self._process.returncode is None:  # an answer that is on its way already makes it no difference
+                self._writer.write(_frame((number, "cancel", "", (), {})))
             raise
         finally:
             self._pending.pop(number, None)
@@ -141,6 +152,10 @@ class Child:
                 else:
                     answer.set_exception(from_wire(value, 500))
         except (asyncio.IncompleteReadError, OSError):
+            status = await self._process.wait()
+        except Exception as error:  # the top of this task: an answer that cannot be unpickled here
+            self._fault = TrainingFault(f"what the {self.name} process answers cannot be read: {error}")
+            self._process.kill()
             status = await self._process.wait()
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
         hint = f"its last words are in {self._log}"
@@ -166,9 +181,9 @@ class _Methods:
         return partial(self._child.method, name)
 
 
-def _send(writer: asyncio.StreamWriter, value: Any) -> None:
+def _frame(value: Any) -> bytes:
     body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    writer.write(len(body).to_bytes(8, "big") + body)
+    return len(body).to_bytes(8, "big") + body
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
@@ -181,12 +196,16 @@ async def _receive(reader: asyncio.StreamReader) -> Any:
 
 def serve(descriptor: int, preload: str) -> None:
     """What the child process does: answer its parent until the channel closes."""
+    status = 1
     try:
         asyncio.run(_Server(socket.socket(fileno=descriptor)).run(preload))
+        status = 0
+    except BaseException:  # the top of the process: its log is where the parent points to
+        traceback.print_exc()
     finally:
         # Whatever a library's threads still do: nobody waits for the result. A worker thread would hold the exit up.
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
 
 class _Server:
@@ -212,16 +231,15 @@ class _Server:
                 self._tasks[number] = asyncio.ensure_future(self._answer(number, what, name, args, kwargs))
 
     async def _answer(self, number: int, what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        worked, value = True, None
         try:
-            value = await self._do(what, name, args, kwargs)
+            answer = _frame((number, True, await self._do(what, name, args, kwargs)))
         except asyncio.CancelledError:
-            worked, value = False, TrainingFault("cancelled").to_wire()
+            answer = _frame((number, False, TrainingFault("cancelled").to_wire()))
         except Exception as error:  # the top of a call: it is recorded here and raised at the caller
-            worked, value = False, _as_sandlot(error, name).to_wire()
+            answer = _frame((number, False, _as_sandlot(error, name).to_wire()))
         finally:
             del self._tasks[number]
-        _send(self._writer, (number, worked, value))
+        self._writer.write(answer)
 
     async def _do(self, what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         loop = asyncio.get_running_loop()
@@ -242,7 +260,10 @@ def _as_sandlot(error: Exception, name: str) -> SandlotError:
     if isinstance(error, SandlotError):
         return error
     traceback.print_exc()
+    hint = "free some space or descriptors, then `--resume` the run"
     if isinstance(error, OSError) and error.errno is not None:
         where = f" ({error.filename})" if error.filename else ""
-        return HostFault(f"{name}: {error.strerror}{where}", "free some space or descriptors, then `--resume` the run")
+        return HostFault(f"{name}: {error.strerror}{where}", hint)
+    if os.strerror(errno.ENOSPC) in str(error):  # safetensors tells the kernel's word as text only
+        return HostFault(f"{name}: {error}", hint)
     return TrainingFault(f"{name}: {type(error).__name__}: {error}")

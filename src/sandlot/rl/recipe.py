@@ -9,6 +9,7 @@ here, before anything starts. Reading a recipe imports no torch and changes noth
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -65,10 +66,11 @@ class RolloutSection(Config):
     """Boxes alive at once."""
     max_tokens: int = Field(default=64, ge=1)
     """Tokens in one answer of the model."""
-    max_calls: int | None = Field(default=None, ge=1)
-    """Answers in one episode; None: as many as the agent asks for."""
+    max_calls: int = Field(default=64, ge=1)
+    """Answers in one episode; what the agent asks beyond them is refused."""
     patience: float = Field(default=600.0, gt=0)
-    """Seconds without a finished group after which the run stops and says what it waited for."""
+    """Seconds without a finished group, or for one call of engine or trainer, after which the run stops and says what
+    it waited for."""
 
 
 class EvaluationSection(Config):
@@ -154,7 +156,7 @@ class Recipe(Config):
 
     def algorithm(self, phase: Phase) -> Algorithm:
         """A phase's algorithm, made."""
-        kind = _part("algorithm", ALGORITHMS, phase.algorithm["name"], Path(self.folder))
+        kind = _part("algorithm", ALGORITHMS, phase.algorithm["name"], Path(self.folder), _ALGORITHM)
         config = check(kind.Config, _options(phase.algorithm), f"phase.{phase.name}.algorithm")
         moved = isinstance(phase, RolloutPhase) and (phase.minibatches > 1 or self.staleness(phase) > 0)
         made: Algorithm = kind(config, off_policy=moved)
@@ -166,7 +168,9 @@ class Recipe(Config):
 
     def engine_config(self) -> tuple[str, Config]:
         """Import string of the engine's class, and its checked options."""
-        return _configured("engine", ENGINES, self.engine, "Config", Path(self.folder))
+        name, folder = str(self.engine["name"]), Path(self.folder)
+        found = _part("engine", ENGINES, name, folder, _ENGINE)
+        return _entry(ENGINES, name, folder), check(found.Config, _options(self.engine), "engine")
 
     def trainer_settings(self) -> tuple[str, Settings]:
         """Import string of the trainer's class, and its checked options. Not imported here: it loads torch."""
@@ -176,8 +180,11 @@ class Recipe(Config):
         return _entry(BACKENDS, name, Path(self.folder)), check(Settings, _options(self.trainer), "trainer")
 
     def to_toml(self) -> str:
-        """The whole recipe, defaults included, as a file that runs again."""
+        """The whole recipe, defaults included (but for limits), as a file that runs again."""
         values = _without_none(self.model_dump(mode="json"))
+        if self.sandbox.limits is not None:
+            # Only those that were named: a limit that stands in a recipe is refused where the host cannot keep it.
+            values["sandbox"]["limits"] = self.sandbox.limits.model_dump(mode="json", exclude_unset=True)
         return "# The resolved recipe of this run. It can be run again: `sandlot train FILE run_dir=ANOTHER`\n" + (
             tomli_w.dumps(values)
         )
@@ -197,19 +204,31 @@ def load_recipe(path: Path, assignments: Iterable[str] = ()) -> Recipe:
     return make_recipe(tables)
 
 
+def resume_command(run: Path, url: str | None = None, *changes: str) -> str:
+    """The command that goes on with the run in a folder, whatever it was started with: by its own resolved recipe."""
+    words = ["sandlot", "train", f"{run}/recipe.toml", f"run_dir={run}", *changes, "--resume"]
+    return shlex.join([*words, *(["--url", url] if url else [])])
+
+
 def make_recipe(tables: Toml) -> Recipe:
     """The checked recipe of these tables. Raises RecipeError."""
     tables = dict(tables)
     folder = Path(str(tables.get("folder", ".")))
     raw = tables.pop("phase", None)
-    if not isinstance(raw, list) or not raw or not all(isinstance(one, dict) for one in raw):
+    if not isinstance(raw, list) or not raw:
         raise RecipeError("the recipe has no phase", 'add one: `[[phase]]`, `name = "rl"`, `algorithm = "grpo"`')
+    for number, one in enumerate(raw):
+        if not isinstance(one, dict):
+            raise RecipeError(
+                f"`phase.{number}` is {one!r}: it is a section, with keys of its own",
+                f"set one of its keys: `phase.{number}.lr=1e-3`",
+            )
     for part in DEFAULTS:
         if part in tables:
             tables[part] = _named(tables[part], part, default=DEFAULTS[part])
     # Its own keys first: a fault in `seed` should not be hidden behind one in a phase.
-    bare = check(_WithoutPhases, tables, "")
-    recipe = check(Recipe, {**bare.model_dump(), "phase": [_phase(one, i, folder) for i, one in enumerate(raw)]}, "")
+    check(_WithoutPhases, tables, "")
+    recipe = check(Recipe, {**tables, "phase": [_phase(one, i, folder) for i, one in enumerate(raw)]}, "")
     return _fit(recipe)
 
 
@@ -222,7 +241,7 @@ def _phase(raw: Mapping[str, Any], number: int, folder: Path) -> Phase:
     if "algorithm" not in raw:
         raise RecipeError(f"`{where}` names no algorithm", "there is " + ", ".join(sorted(ALGORITHMS)))
     algorithm = _named(raw["algorithm"], f"{where}.algorithm")
-    kind = _part("algorithm", ALGORITHMS, algorithm["name"], folder)
+    kind = _part("algorithm", ALGORITHMS, algorithm["name"], folder, _ALGORITHM)
     resolved = check(kind.Config, _options(algorithm), f"{where}.algorithm")
     learns: Literal["rollouts", "demonstrations"] = kind.learns_from
     kinds: list[Any] = [RolloutPhase, DemonstrationPhase]
@@ -248,7 +267,8 @@ def _phase(raw: Mapping[str, Any], number: int, folder: Path) -> Phase:
         )
     if isinstance(found, DemonstrationPhase) and found.batch > found.demonstrations:
         raise RecipeError(
-            f"`{where}.batch` is {found.batch}, more than the {found.demonstrations} demonstrations there are"
+            f"`{where}.batch` is {found.batch}, more than the {found.demonstrations} demonstrations there are",
+            f"lower it, or raise `{where}.demonstrations`",
         )
     return found
 
@@ -259,7 +279,7 @@ def _fit(recipe: Recipe) -> Recipe:
     if twice := [name for name in names if names.count(name) > 1 or name == "start"]:
         raise RecipeError(f"the phase name `{twice[0]}` is taken", "results are told apart by it: choose another")
     if (recipe.model.path is None) == (recipe.model.build is None):
-        raise RecipeError("`model` needs exactly one of `path` and `build`")
+        raise RecipeError("`model` needs exactly one of `path` and `build`", "leave the other out")
     if recipe.model.path is not None and not (Path(recipe.folder) / recipe.model.path / "config.json").is_file():
         raise RecipeError(
             f"`model.path` is {recipe.model.path}: there is no config.json in it", "it must be a Hugging Face folder"
@@ -299,22 +319,28 @@ def _named(value: Any, where: str, default: str | None = None) -> Named:
         value = {"name": default, **value}
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         return dict(value)
-    raise RecipeError(f"`{where}` is {value!r}: it must be a name, or a table with a `name`")
+    named = f'`{where} = {{ name = "{default or "grpo"}" }}`'
+    raise RecipeError(f"`{where}` is {value!r}: it must be a name, or a table with a `name`", f"for example {named}")
 
 
 def _options(part: Named) -> dict[str, Any]:
     return {key: value for key, value in part.items() if key != "name"}
 
 
-def _part(kind: str, table: Mapping[str, str], name: str, folder: Path) -> Any:
+# What a class must have to be one. Looked at here, because an import string may name anything.
+_ALGORITHM = ("Config", "learns_from", "least_group", "score", "advantages")
+_ENGINE = ("Config", "generate", "update")
+
+
+def _part(kind: str, table: Mapping[str, str], name: str, folder: Path, needs: tuple[str, ...]) -> Any:
     if name not in table and ":" not in name:
         raise unknown(kind, name, name, table)
-    return locate(table.get(name, name), folder)
-
-
-def _configured(kind: str, table: Mapping[str, str], part: Named, config: str, folder: Path) -> tuple[str, Config]:
-    found = _part(kind, table, part["name"], folder)
-    return _entry(table, part["name"], folder), check(getattr(found, config), _options(part), kind)
+    found = locate(table.get(name, name), folder)
+    if missing := [need for need in needs if not hasattr(found, need)]:
+        raise RecipeError(
+            f"`{name}` is not an {kind}: it has no `{missing[0]}`", "there is " + ", ".join(sorted(table))
+        )
+    return found
 
 
 def _entry(table: Mapping[str, str], name: str, folder: Path) -> str:

@@ -4,6 +4,7 @@
     episodes/*.jsonl dialogue, tokens, commands, outputs          curve.png       success over episodes
     run.json         the result: `Summary`                        checkpoint/     see train/checkpoint.py
     model/           the weights it started from                  logs/           what the parts' processes said
+    weights/         on their way to the engine                   lock            held by the process that runs it
 
 Promises: each episode is counted once, by its ending, and written once; a line is whole or absent. It never words
 anything for a terminal: a `Watcher` (cli/train.py) is told the numbers.
@@ -11,7 +12,9 @@ anything for a terminal: a `Watcher` (cli/train.py) is told the numbers.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
+from sandlot.errors import HostFault
+from sandlot.rl.train.checkpoint import not_written, write
 from sandlot.rl.types import Episode, EpisodeEnding
 
 Reducer = Literal["mean", "sum", "max", "last"]
@@ -81,6 +86,7 @@ class Counts:
     drift: int = 0
     seconds: float = 0.0  # of earlier starts of this run
     lines: int = 0  # of metrics.jsonl
+    written: dict[str, int] = field(default_factory=dict)  # file of episodes → its bytes
     success: dict[str, float] = field(default_factory=dict)  # evaluation's name → result
     curve: list[tuple[int, float]] = field(default_factory=list)  # episodes so far, success of a training step
     marks: list[tuple[int, str, float]] = field(default_factory=list)  # episodes so far, evaluation, result
@@ -101,10 +107,12 @@ class Report:
         self._last = (time.monotonic(), self.counts.episodes, 0)
         # What a killed run did after its last checkpoint is done again, and must not be told twice.
         file = run / "metrics.jsonl"
-        kept = file.read_text().splitlines(keepends=True)[: self.counts.lines] if file.exists() else []
-        self._metrics = file.open("w", buffering=1)
-        self._metrics.writelines(kept)
-        self._episodes: dict[str, IO[str]] = {}
+        kept = file.read_bytes().splitlines(keepends=True)[: self.counts.lines] if file.exists() else []
+        write(file, b"".join(kept))
+        for told in (run / "episodes").glob("*.jsonl"):
+            os.truncate(told, min(told.stat().st_size, self.counts.written.get(told.stem, 0)))
+        self._metrics = file.open("ab")
+        self._episodes: dict[str, IO[bytes]] = {}
         self._stage = "start"
         if watcher:
             watcher.started(self)
@@ -135,9 +143,9 @@ class Report:
         if self._stage not in self._episodes:
             folder = self.run / "episodes"
             folder.mkdir(exist_ok=True)
-            self._episodes[self._stage] = (folder / f"{self._stage}.jsonl").open("a", buffering=1 << 16)
+            self._episodes[self._stage] = (folder / f"{self._stage}.jsonl").open("ab", buffering=1 << 16)
         transcript = episode.transcript or {"episode": episode.id, "ending": episode.ending.value}
-        self._episodes[self._stage].write(json.dumps(transcript, ensure_ascii=False) + "\n")
+        _append(self._episodes[self._stage], transcript)
         if self._watcher:
             self._watcher.episode(episode)
 
@@ -176,49 +184,89 @@ class Report:
             self._watcher.evaluated(name, success)
 
     def state(self) -> dict[str, Any]:
-        """The counts, for a checkpoint: `Counts(**state)` gives them back."""
+        """The counts, for a checkpoint: `Counts(**state)` gives them back. What they count is on disk then."""
+        for name, file in self._episodes.items():
+            _flush(file)
+            self.counts.written[name] = file.tell()
         return {name: getattr(self.counts, name) for name in Counts.__slots__} | {"seconds": round(self.seconds, 3)}
 
     def finish(self, status: str, facts: dict[str, Any]) -> dict[str, Any]:
-        """Write run.json and the curve, close the files. What is in run.json. Idempotent."""
+        """Write run.json and the curve, close the files; what is in run.json. `facts` go into it too, but for its
+        "evaluations": the names that it has a `success_NAME` for. Raises HostFault, after doing what can be done."""
+        fault: HostFault | None = None
         for file in [self._metrics, *self._episodes.values()]:
-            file.close()
+            try:
+                file.close()
+            except OSError as error:
+                fault = not_written(file.name, error)
         counts = self.counts
         summary: dict[str, Any] = {
             "status": status,
-            **{f"success_{name}": counts.success.get(name) for name in facts.pop("evaluations")},
+            **{f"success_{name}": counts.success.get(name) for name in facts["evaluations"]},
             "seconds": round(self.seconds, 2),
             "episodes": counts.episodes,
             "endings": counts.endings,
             "drift": counts.drift,
             "run_dir": str(self.run),
-            **facts,
+            **{name: fact for name, fact in facts.items() if name != "evaluations"},
             "curve": [list(point) for point in counts.curve],
             "marks": [list(mark) for mark in counts.marks],
         }
-        partial = self.run / "run.json.partial"
-        partial.write_text(json.dumps(summary, indent=1) + "\n")
-        partial.replace(self.run / "run.json")
+        write(self.run / "run.json", (json.dumps(summary, indent=1) + "\n").encode())
         if status == "done":
-            draw(self.run / "curve.png", self.title, counts.curve, counts.marks)
+            write(self.run / "curve.png", draw(self.title, counts.curve, counts.marks))
+        if fault is not None:
+            raise fault
         return summary
 
+    def close(self) -> None:
+        """Close the files of a run that never began. Nothing tells of it."""
+        self._metrics.close()
+
     def _write(self, line: Line) -> None:
-        self._metrics.write(json.dumps(line) + "\n")
+        _append(self._metrics, line)
+        _flush(self._metrics)
         self.counts.lines += 1
 
 
-def draw(file: Path, title: str, curve: Sequence[tuple[int, float]], marks: Sequence[tuple[int, str, float]]) -> None:
-    """Success over episodes as a picture: the training steps as a line, evaluations as points with their names."""
+def _append(file: IO[bytes], line: Line) -> None:
+    try:
+        file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise not_written(file.name, error) from error
+
+
+def _flush(file: IO[bytes]) -> None:
+    try:
+        file.flush()
+    except OSError as error:
+        raise not_written(file.name, error) from error
+
+
+def draw(title: str, curve: Sequence[tuple[int, float]], marks: Sequence[tuple[int, str, float]]) -> bytes:
+    """Success over episodes as a PNG: steps that learned from attempts as a line, evaluations as points with their
+    names. Demonstrations take part in the count of episodes only."""
     from matplotlib.figure import Figure  # not pyplot: no window system is asked for
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot([x for x, _ in curve], [y for _, y in curve], color="tab:blue", label="training tasks, a step")
     axes.plot([x for x, *_ in marks], [y for *_, y in marks], "o", color="tab:orange", label="held-out tasks")
+    last = max([*(x for x, _ in curve), *(x for x, *_ in marks)], default=1)
     for x, name, y in marks:
-        axes.annotate(f"{name} {y:.2f}", (x, y), textcoords="offset points", xytext=(4, -12))
+        # To the left, where the line that follows an evaluation is not; only the first has no room there.
+        left = x > 0.15 * last
+        axes.annotate(
+            f"{name} {y:.3f}",
+            (x, y),
+            textcoords="offset points",
+            xytext=(-7, -16 if y > 0.5 else -4) if left else (7, 6),
+            ha="right" if left else "left",
+            bbox={"fc": "white", "ec": "none", "alpha": 0.8, "pad": 1},
+        )
     axes.set(title=title, xlabel="episodes", ylabel="success", ylim=(-0.05, 1.05))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(file, dpi=120)
+    axes.legend(loc="center right")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    return picture.getvalue()

@@ -4,7 +4,8 @@
 3. A repeated request that is being answered, or was not delivered, or says it is a retry, gets the same answer; a
    deliberate repetition gets a new one.
 4. A client that goes away stops the sampling; a closed session answers nothing more and cancels what runs.
-5. Budgets and context overflow are refused with codes that clients do not retry; a body that is too large is a 413.
+5. Budgets and context overflow are refused with codes that clients do not retry; a body that is too large is a 413, and
+   bodies that are too large together, or too many at once, are a 429 that clients do retry.
 6. Each call of an episode has a seed of its own, the same in every run of that episode.
 7. A broken engine is the session's fault and the client's 500, never a hang.
 """
@@ -198,10 +199,9 @@ async def test_a_closed_session_answers_nothing_more_and_cancels_what_runs(desk:
     assert (answer.status_code, answer.json()["error"]["code"]) == (410, "episode_ended")
     assert here.engine.stopped.is_set()
     assert (await here.ask()).status_code == 410
-    await here.session.close("ok")
-    await here.session.close("failed")
+    await here.session.close()
     assert here.gateway.counts == {"opened": 1, "closed": 1, "calls": 0}
-    assert here.gateway.outcomes == {"ok": 1}
+    assert here.gateway.outcomes == {"cut": 1}
     assert here.gateway.sessions == {}
 
 
@@ -257,6 +257,51 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(desk: Open)
     assert answer.startswith(b"HTTP/1.1 413")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"].endswith("64 MiB")
     writer.close()
+
+
+async def test_bodies_that_are_too_large_together_are_refused_for_now(desk: Open) -> None:
+    here = await desk()
+    here.engine.assign("e1", lambda messages: "ls")
+    url = here.client.base_url
+    size = server.BODY_BYTES
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
+    _, large = await asyncio.open_connection(url.host, url.port)
+    large.write(head + b" " * (size - 1))
+    await large.drain()
+    answer = await refused(here)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert "x-should-retry" not in answer.headers
+    large.close()
+    await answered(here)
+
+
+async def test_too_many_bodies_at_once_are_refused_for_now(desk: Open) -> None:
+    here = await desk()
+    here.engine.assign("e1", lambda messages: "ls")
+    url = here.client.base_url
+    slow = [await asyncio.open_connection(url.host, url.port) for _ in range(server.BODIES)]
+    for _, writer in slow:
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+    answer = await refused(here)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    for _, writer in slow:
+        writer.close()
+    await answered(here)
+
+
+async def refused(here: Desk) -> httpx2.Response:
+    """The first answer that is not one: the server reads what it was sent when it comes to it."""
+    async with asyncio.timeout(20):
+        while (answer := await here.ask()).status_code == 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return answer
+
+
+async def answered(here: Desk) -> None:
+    """Return once it answers again: it sees when it comes to it that clients have gone."""
+    async with asyncio.timeout(20):
+        while (await here.ask()).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_bad_request_is_a_400_with_a_reason(desk: Open) -> None:

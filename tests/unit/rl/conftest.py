@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -55,3 +57,20 @@ def samples() -> Callable[..., list[Sample]]:
         return made
 
     return make
+
+
+@contextmanager
+def no_room(size: int) -> Iterator[None]:
+    """Files cannot grow beyond `size` bytes meanwhile: to who writes, a full disk under another errno."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], object]:
+    """A context in which files stay under a number of bytes."""
+    return no_room

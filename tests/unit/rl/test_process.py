@@ -3,6 +3,8 @@
 2. A call that is cancelled here is cancelled there.
 3. When the child dies, pending and later calls raise TrainingFault naming it; close() leaves no process.
 4. When the parent dies, the child ends.
+5. A call that hangs ends at a deadline that says which part; an answer that cannot be sent is an error, not a hang.
+6. What the folder that it is started in holds is not imported.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from sandlot.errors import Conflict, HostFault, TrainingFault
+from sandlot.errors import Conflict, DeadlineExceeded, HostFault, TrainingFault
 from sandlot.rl.process import Child
 
 PART = """
@@ -44,10 +46,18 @@ class Part:
         return {}["key"]
     def full(self):
         open("/nowhere/at/all", "w")
+    def out_of_space(self):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
     def environment(self):
         return {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")}
     def count(self):
         return self.cancelled
+    def unsendable(self):
+        return lambda: None
+    async def quit(self):
+        raise SystemExit("no licence")
+    def hang(self):
+        time.sleep(60)
     def pid(self):
         return os.getpid()
 
@@ -88,6 +98,8 @@ async def test_errors_come_back_as_what_they_were(child: Child, tmp_path: Path) 
         await part.broken()
     with pytest.raises(HostFault, match="No such file or directory"):
         await part.full()
+    with pytest.raises(HostFault, match="No space left on device"):
+        await part.out_of_space()
     assert "KeyError" in (tmp_path / "part.log").read_text()
 
 
@@ -110,6 +122,40 @@ async def test_a_dead_child_is_named(child: Child, tmp_path: Path) -> None:
             await call
     await child.close()
     assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_a_hanging_call_names_the_part(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text(PART)
+    child = await Child.start("part", tmp_path / "part.log", patience=3)
+    part = await make(child, tmp_path)
+    with pytest.raises(DeadlineExceeded, match=r"`hang` in the part process did not finish within 3 s"):
+        await part.hang()
+    await child.close()  # although its thread still hangs
+
+
+async def test_an_answer_that_cannot_be_sent_is_an_error(child: Child, tmp_path: Path) -> None:
+    part = await make(child, tmp_path)
+    with pytest.raises(TrainingFault, match=r"unsendable: .*pickle"):
+        await asyncio.wait_for(part.unsendable(), 10)
+    assert await part.add(1) == 11
+
+
+async def test_a_child_that_breaks_tells_status_and_traceback(child: Child, tmp_path: Path) -> None:
+    part = await make(child, tmp_path)
+    with pytest.raises(TrainingFault, match="it ended with status 1"):
+        await part.quit()
+    assert "SystemExit: no licence" in (tmp_path / "part.log").read_text()
+
+
+async def test_a_module_in_the_folder_it_is_started_in_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "part.py").write_text(PART)
+    (tmp_path / "queue.py").write_text("raise SystemExit('the wrong queue')")
+    monkeypatch.chdir(tmp_path)
+    child = await Child.start("part", tmp_path / "part.log")
+    assert await (await make(child, tmp_path)).add(1) == 11
+    await child.close()
 
 
 async def test_close_leaves_no_process(tmp_path: Path) -> None:

@@ -33,6 +33,13 @@ def test_the_resolved_copy_is_the_same_recipe_again() -> None:
     assert recipe.engine["name"] == "local" and recipe.engine["max_rows"] == 64
 
 
+def test_only_limits_that_were_named_are_named_in_the_resolved_copy() -> None:
+    recipe = make_recipe(tomllib.loads(demo("sandbox.limits.pids=100").to_toml()))
+    assert recipe.sandbox.limits is not None
+    assert recipe.sandbox.limits.model_fields_set == {"pids"}
+    assert make_recipe(tomllib.loads(demo().to_toml())).sandbox.limits is None
+
+
 @pytest.mark.parametrize(
     ("change", "said", "hint"),
     [
@@ -46,24 +53,34 @@ def test_the_resolved_copy_is_the_same_recipe_again() -> None:
         ("phase.warm.max_staleness=1", "learns from demonstrations", "leave it out"),
         ("phase.rl.epochs=1", "learns from rollouts", "leave it out"),
         ("phase.rl.group_size=1", "grpo compares at least 2", "group_size=8"),
-        ("phase.rl.groups=0", "greater than or equal to 1", None),
-        ("phase.warm.batch=0", "greater than or equal to 1", None),
-        ("phase.warm.batch=601", "more than the 600 demonstrations", None),
+        ("phase.rl.groups=0", "greater than or equal to 1", ""),
+        ("phase.warm.batch=0", "greater than or equal to 1", ""),
+        ("phase.warm.batch=601", "more than the 600 demonstrations", ""),
         ("phase.rl.minibatches=17", "only 16 groups", "lower it"),
         ("rollout.max_running=4", "less than one group of 8", "max_running=8"),
-        ("max_staleness=-1", "greater than or equal to 0", None),
+        ("max_staleness=-1", "greater than or equal to 0", ""),
         ("phase.rl.name=warm", "is taken", "choose another"),
-        ("model.path=x", "exactly one of", None),
+        ("model.path=x", "exactly one of", ""),
         ("model.build=modle.py:build", "no such file", "relative to the recipe"),
         ("env.name=task.py:Fnd", "Fnd", "Find"),
         ("phase=[]", "no phase", "add one"),
-        ("phase.rl.algorithm={}", "must be a name", None),
+        ("phase.rl.algorithm={}", "must be a name", "for example"),
+        ("phase.rl.algorithm=json:dumps", "is not an algorithm: it has no `Config`", "there is grpo, sft"),
+        ("engine=json:dumps", "is not an engine: it has no `Config`", "there is local"),
+        ("phase.rl=3", r"`phase\.1` is 3: it is a section", "lr=1e-3"),
+        ("seed=abc", "`seed` is 'abc': input should be a valid integer", "by default `seed=0`"),
+        ("rollout=5", "`rollout` is 5: it is a section", "`rollout.max_running`"),
+        ("seed.x=1", "x", ""),
+        ("env.options.turn=3", r"unknown key `env\.options\.turn`", "did you mean `turns`?"),
+        ("env.options.turns=x", r"`env\.options\.turns` is 'x': input should be a valid integer", "turns=4"),
+        ("env.options.turns=0", "turns is 0", "turns=4"),
+        ("env.options=3", r"`env\.options` is 3: it is a section", ""),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_hint(change: str, said: str, hint: str | None) -> None:
+def test_what_cannot_be_is_refused_with_a_hint(change: str, said: str, hint: str) -> None:
     with pytest.raises(RecipeError, match=said) as caught:
         demo(change)
-    assert hint is None or hint in (caught.value.hint or "")
+    assert caught.value.hint and hint in caught.value.hint
 
 
 def test_an_algorithm_of_ones_own_is_named_by_file(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 1. Each number of a step's line is reduced as its table says, and starts anew with the next step.
 2. Every episode is counted once by its ending and written once.
 3. run.json holds what `sandlot show` promises; the curve is drawn.
-4. Counts go on after a resume, and what a killed run did after its checkpoint is not told twice.
+4. Counts go on after a resume, and what a killed run did after its checkpoint is not told twice: no line, no episode.
+5. A full disk is a HostFault that names the file; run.json is written if it can be.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sandlot.errors import HostFault
 from sandlot.rl.report import Counts, Report
 from sandlot.rl.types import Episode, EpisodeEnding, Task
 
@@ -69,12 +72,32 @@ def test_run_json_holds_what_show_promises(tmp_path: Path) -> None:
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_demonstrations_are_not_in_the_curve(tmp_path: Path) -> None:
+    report = Report(tmp_path, "test")
+    report.stage("warm_demonstrations", 1, "episodes")
+    report.episode(episode(0, EpisodeEnding.OK, 1.0))
+    report.stage("warm", 1, "steps")
+    assert "success" not in report.step("warm", 1, 1)
+    assert report.finish("done", dict(FACTS))["curve"] == []
+
+
+def test_a_full_disk_is_named_and_run_json_written(tmp_path: Path, full_disk: Any) -> None:
+    report = run(tmp_path)
+    big = episode(4, EpisodeEnding.OK, 1.0)
+    big.transcript["messages"] = ["x" * 4000]
+    report.episode(big)
+    with full_disk(2000), pytest.raises(HostFault, match=r"could not write .*/episodes/rl\.jsonl: File too large"):
+        report.finish("failed", dict(FACTS))
+    assert json.loads((tmp_path / "run.json").read_text())["episodes"] == 4
+
+
 def test_counts_go_on_after_a_resume(tmp_path: Path) -> None:
     first = run(tmp_path)
     first.evaluated("start", 0.1, 10)
     first.step("rl", 1, 1)
     state = json.loads(json.dumps(first.state()))
-    first.step("rl", 2, 2)  # lost: the checkpoint was before
+    first.episode(episode(3, EpisodeEnding.OK, 1.0))  # lost, as is the next line: the checkpoint was before
+    first.step("rl", 2, 2)
     first.finish("interrupted", dict(FACTS))
     second = run(tmp_path, Counts(**state))
     second.step("rl", 2, 2)
@@ -84,4 +107,6 @@ def test_counts_go_on_after_a_resume(tmp_path: Path) -> None:
     assert len(summary["curve"]) == 2
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("step") for line in lines] == [None, 1, 2]
+    written = [json.loads(text)["episode"] for text in (tmp_path / "episodes" / "rl.jsonl").read_text().splitlines()]
+    assert written == ["e0", "e1", "e2"] * 2
     assert summary["seconds"] == pytest.approx(second.seconds, abs=1)

@@ -2,7 +2,7 @@
 
 Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 2024
 (arXiv:2402.03300), with two choices of Yu et al., "DAPO", 2025 (arXiv:2503.14476): every token of a batch has the same
-weight, and the upper clip is a setting of its own. There is no KL term.
+weight (but for attempts of several samples), and the upper clip is a setting of its own. There is no KL term.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Grpo:
     """Advantage = (reward - mean of its group) / (standard deviation of its group), the same for each token.
 
     A group in which all rewards are equal teaches nothing: its advantages are 0. It still counts in the batch, so that
-    batches stay equally large as the policy gets better.
+    batches stay equally large as the policy gets better. The samples of one attempt (its agent forked its dialogue, or
+    began a new one) share its weight: asking more often is not worth more.
     """
 
     name: ClassVar[str] = "grpo"
@@ -53,7 +54,7 @@ class Grpo:
         if len(group.episodes) < self.least_group:
             return []  # nothing to compare with
         return [
-            with_stream(sample, "score", float(episode.reward or 0.0))
+            with_stream(with_stream(sample, "score", float(episode.reward or 0.0)), "share", 1 / len(episode.samples))
             for episode in group.episodes
             for sample in episode.samples
         ]
@@ -62,10 +63,13 @@ class Grpo:
         found: list[Sample] = []
         for start, end in batch.groups:
             members = batch.samples[start:end]
-            scores = np.array([s.streams["score"][s.mask].max(initial=-np.inf) for s in members], dtype=np.float64)
-            spread = scores - scores.mean()
+            scores, shares = (
+                np.array([s.streams[name][s.mask].max(initial=-np.inf) for s in members], dtype=np.float64)
+                for name in ("score", "share")
+            )
+            spread = scores - np.average(scores, weights=shares)
             if self.config.normalise:
                 # 1e-6 keeps a group of equals at 0 and changes nothing else: rewards differ by far more
-                spread = spread / (scores.std() + 1e-6)
-            found += [with_stream(s, "advantages", float(a)) for s, a in zip(members, spread, strict=True)]
+                spread = spread / (np.average(spread**2, weights=shares) ** 0.5 + 1e-6)
+            found += [with_stream(s, "advantages", float(a)) for s, a in zip(members, spread * shares, strict=True)]
         return found

@@ -143,7 +143,8 @@ class LocalEngine:
                     self._work.clear()
                     await self._work.wait()
                 while self._updates:
-                    await self._take(self._updates.pop(0))
+                    await self._take(self._updates[0])
+                    del self._updates[0]  # not before: whatever breaks meanwhile, `_fail` answers who waits for it
                 self._waiting = [row for row in self._waiting if row in self._open]
                 if any(row not in self._open for row in self._decoder.rows):  # cancelled by their callers
                     await self._run(self._decoder.keep, [row for row in self._decoder.rows if row in self._open])

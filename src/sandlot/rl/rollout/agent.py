@@ -1,8 +1,9 @@
 """One episode: a command in a box, its model behind the gateway, a grade at the end.
 
 Owns the life of an episode's box and gateway session: both end with the episode, whatever happens in between, and each
-phase has a deadline. It promises an `Episode` for whatever goes wrong; only a cancellation is raised, after the box is
-gone. The answer key stays here, outside the box. It never decides which episode runs, nor what its reward is worth.
+phase has a deadline. The box of an agent that ended by itself ends as `exit`, one that was cut short as `killed`. It
+promises an `Episode` for whatever goes wrong; only a cancellation is raised, after the box is gone. The answer key
+stays here, outside the box. It never decides which episode runs, nor what its reward is worth.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sandlot.aio import deadline, shielded
-from sandlot.api import Limits, NodeAPI, RunResult
+from sandlot.api import Ending, Limits, NodeAPI, RunResult
 from sandlot.envs.boxed import Answer, BoxedEnv, BoxTask
 from sandlot.errors import RecipeError, SandlotError
 from sandlot.gateway.engine import ChatMessage, Sampling
@@ -40,6 +41,11 @@ class Deadlines:
     run: float = 30.0  # beyond the task's own timeout, by which the node has ended the agent
     grade: float = 60.0
     teardown: float = 60.0
+
+    @property
+    def whole(self) -> float:
+        """All of them: how long an episode may take, beside the agent's own run."""
+        return self.create + self.files + self.run + self.grade + self.teardown
 
 
 class Scripted(Protocol):
@@ -98,14 +104,14 @@ class BoxRunner:
         try:
             await self._attempt(episode, session)
         except asyncio.CancelledError:
-            await session.close("cancelled")
+            await session.close()
             raise
         except Exception as error:  # the top of an episode: whatever broke, it is this episode's failure, and is said
             episode.ending, episode.reward, episode.samples = EpisodeEnding.FAILED, None, []
             episode.detail = str(error) if isinstance(error, SandlotError) else f"{type(error).__name__}: {error}"
         episode.seconds = time.monotonic() - began
         _describe(episode, session)
-        await session.close(episode.ending.value)
+        await session.close()
         return episode
 
     async def _attempt(self, episode: Episode, session: Session) -> None:
@@ -114,7 +120,8 @@ class BoxRunner:
         if self._script is not None and demonstrator is not None:
             self._script.assign(episode.id, demonstrator(what, episode.task.seed + episode.member))
         # Not cancelled with the episode: a box that has begun is made, counted and destroyed like every other.
-        creating = asyncio.ensure_future(self._create(episode))
+        creating = asyncio.ensure_future(self._create(episode, what))
+        end = Ending.KILLED  # until its agent has ended by itself
         try:
             async with _phase(episode, "create", self._deadlines.create):
                 box = await asyncio.shield(creating)
@@ -125,6 +132,7 @@ class BoxRunner:
                 await asyncio.gather(box.route(MODEL_PORT, session.handler), *writing)
             async with _phase(episode, "run", what.timeout + self._deadlines.run):
                 result = await box.run(what.argv, cwd=what.cwd, env=what.env, timeout=what.timeout)
+            end = Ending.KILLED if result.timed_out else Ending.EXIT
             await session.close()  # nothing that outlived the agent can ask any more
             episode.transcript["agent"] = _seen(what, result)
             episode.ending, episode.detail = _came_out(result, session)
@@ -136,23 +144,25 @@ class BoxRunner:
         finally:
             if self._script is not None:
                 self._script.assign(episode.id, None)
-            await shielded(self._take_down(creating, episode))
+            await shielded(self._take_down(creating, episode, end))
 
-    async def _create(self, episode: Episode) -> Sandbox:
+    async def _create(self, episode: Episode, what: BoxTask) -> Sandbox:
         return await Sandbox.create(
             image=self._image,
             volumes=self._env.volumes,
             labels={"episode": episode.id},
             node=self._node,
             limits=self._limits,
+            # On a server it outlives a trainer that is killed: not for longer than an episode may take.
+            lifetime=self._deadlines.whole + what.timeout,
         )
 
-    async def _take_down(self, creating: asyncio.Task[Sandbox], episode: Episode) -> None:
+    async def _take_down(self, creating: asyncio.Task[Sandbox], episode: Episode, end: Ending) -> None:
         try:
             async with deadline(self._deadlines.teardown, f"the end of the box of episode {episode.id}"):
                 await asyncio.wait((creating,))
                 if not creating.cancelled() and creating.exception() is None:
-                    await creating.result().close()
+                    await self._node.destroy(creating.result().id, end)
         finally:
             creating.cancel()  # past the deadline; nothing otherwise
 

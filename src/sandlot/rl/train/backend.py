@@ -79,7 +79,8 @@ class Trainer(Protocol):
         ...
 
     async def step(self, batch: Batch) -> StepResult:
-        """Learn from a batch. Raises TrainingFault when a loss is not a number; the weights are then unchanged."""
+        """Learn from a batch. Raises TrainingFault when a loss is not a number: the weights are then as the batch's
+        minibatches before that one left them, and the last checkpoint is what to go on from."""
         ...
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:

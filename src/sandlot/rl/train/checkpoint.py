@@ -12,10 +12,30 @@ import asyncio
 import json
 import pickle
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sandlot.errors import HostFault
 from sandlot.rl.train.backend import Trainer
+
+
+def write(file: Path, content: bytes) -> None:
+    """Write a file so that it is there whole, or not at all. Raises HostFault naming it."""
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(file)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise not_written(file, error) from error
+
+
+def not_written(file: Path | str, error: OSError) -> HostFault:
+    """What it is when a file of a run folder cannot be written."""
+    hint = "free some space, then go on with `--resume`; or choose another `run_dir`"
+    return HostFault(f"could not write {file}: {error.strerror or error}", hint)
 
 
 class Checkpoints:
@@ -27,11 +47,16 @@ class Checkpoints:
         self._old = run / "checkpoint.old"
 
     async def save(self, trainer: Trainer, state: dict[str, Any], unused: Any) -> None:
-        """Write one and put it in place. `state` is JSON; `unused` anything that can be pickled."""
+        """Write one and put it in place. `state` is JSON; `unused` anything that can be pickled. Raises HostFault; the
+        one before is then still there."""
         text, kept = json.dumps(state, indent=1), pickle.dumps(unused)  # now, not when the thread comes to it
-        await asyncio.to_thread(_empty, self._new)
-        await trainer.save(str(self._new))
-        await asyncio.to_thread(self._place, text, kept)
+        try:
+            await asyncio.to_thread(_empty, self._new)
+            await trainer.save(str(self._new))
+            await asyncio.to_thread(self._place, text, kept)
+        except Exception:  # a full disk, say: half a checkpoint is of no use, and its space may be what is missing
+            await asyncio.to_thread(shutil.rmtree, self._new, True)
+            raise
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint; None when there is none yet."""
@@ -50,8 +75,8 @@ class Checkpoints:
             return json.loads((folder / "state.json").read_text()), pickle.load(file)
 
     def _place(self, text: str, unused: bytes) -> None:
-        (self._new / "unused.pickle").write_bytes(unused)
-        (self._new / "state.json").write_text(text)
+        write(self._new / "unused.pickle", unused)
+        write(self._new / "state.json", text.encode())
         shutil.rmtree(self._old, ignore_errors=True)
         if self.folder.exists():
             self.folder.rename(self._old)

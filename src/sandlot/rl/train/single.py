@@ -7,20 +7,21 @@ TrainingFault and leaves the weights as they were before that optimizer step. It
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from sandlot.errors import HostFault, TrainingFault
+from sandlot.errors import TrainingFault
 from sandlot.rl.train.backend import Objective, Settings, StepResult
+from sandlot.rl.train.checkpoint import write
 from sandlot.rl.train.loss import SURROGATES, Terms
 from sandlot.rl.train.pack import Pack, minibatches, pack, totals, unpack
 from sandlot.rl.types import Batch, FloatArray, Sample
@@ -133,20 +134,18 @@ class SingleTrainer:
     # --- weights on disk ---------------------------------------------------------------------------------------------
 
     def export(self, path: str) -> None:
-        partial = f"{path}.partial"
+        # Through a buffer: writing themselves, safetensors and torch say of a full disk only that something went wrong.
         weights = {name: value.contiguous() for name, value in self._model.state_dict().items()}
-        try:
-            save_file(weights, partial, metadata={"format": "pt"})
-        except SafetensorError as error:  # its word for what the operating system said, errno included only as text
-            raise HostFault(f"could not write {path}: {error}", "free some space, then `--resume` the run") from None
-        Path(partial).replace(path)
+        write(Path(path), to_bytes(weights, metadata={"format": "pt"}))
 
     def save(self, folder: str) -> None:
         for name, content in self._beside.items():
-            Path(folder, name).write_bytes(content)
+            write(Path(folder, name), content)
         self.export(f"{folder}/model.safetensors")
         optimizer = self._optimizer.state_dict() if self._optimizer is not None else None
-        torch.save({"optimizer": optimizer, "steps": self._steps, "rng": torch.get_rng_state()}, f"{folder}/trainer.pt")
+        buffer = io.BytesIO()
+        torch.save({"optimizer": optimizer, "steps": self._steps, "rng": torch.get_rng_state()}, buffer)
+        write(Path(folder, "trainer.pt"), buffer.getvalue())
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

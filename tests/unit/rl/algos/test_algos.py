@@ -1,5 +1,6 @@
 """Promises:
 1. GRPO: an advantage is the distance from the group's mean in standard deviations; equals get 0; one alone is dropped.
+   An attempt of several samples weighs as much as one of one.
 2. GRPO asks for old log-probabilities only where the policy may have moved.
 3. SFT learns from all demonstrations, or from those that earned enough.
 4. Every algorithm in the table can be made from its own Config, and names a surrogate that exists.
@@ -49,6 +50,14 @@ def test_grpo_compares_within_the_group(samples: Make) -> None:
     assert found[4:] == [0, 0, 0, 0]
     plain = Grpo(Grpo.Config(normalise=False), off_policy=False)
     assert advantages(plain, [one]) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+def test_an_attempt_of_several_samples_weighs_as_much_as_one_of_one(samples: Make) -> None:
+    algorithm, made = Grpo(Grpo.Config(), off_policy=False), samples(5)
+    forked = Episode("0", TASK, 0, EpisodeEnding.OK, 1.0, made[:4])
+    plain = Episode("1", TASK, 1, EpisodeEnding.OK, 0.0, made[4:])
+    found = advantages(algorithm, [algorithm.score(Group(TASK, [forked, plain]))])
+    assert found == pytest.approx([0.25] * 4 + [-1.0], abs=1e-4)
 
 
 def test_grpo_drops_one_alone(samples: Make) -> None:

@@ -150,6 +150,16 @@ async def test_a_closed_engine_hangs_nobody(start: Start, tiny: Path) -> None:
         await engine.update("x", 1)
 
 
+async def test_an_engine_that_closes_in_the_middle_of_an_update_answers_it(tiny: Path) -> None:
+    engine = LocalEngine(str(tiny), LocalEngine.Config())
+    update = asyncio.ensure_future(engine.update(str(tiny / "model.safetensors"), 1))
+    for _ in range(3):
+        await asyncio.sleep(0)  # the engine has begun to load them
+    await engine.close()
+    with pytest.raises(TrainingFault, match="closed"):
+        await asyncio.wait_for(update, 5)
+
+
 async def test_what_cannot_be_answered_is_refused(start: Start) -> None:
     engine = start()
     for question in (

@@ -1,6 +1,7 @@
 """Promises:
 1. What was saved last is what is read, and transformers loads the folder.
 2. Whatever moment a run is killed at, a whole checkpoint is found.
+3. A disk that is full leaves the one before, and nothing of the new one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from sandlot.errors import HostFault
 from sandlot.rl.train.checkpoint import Checkpoints
 
 
@@ -30,6 +34,15 @@ async def test_the_newest_is_read(tmp_path: Path) -> None:
         await checkpoints.save(trainer, {"step": step}, ["unused", step])  # type: ignore[arg-type]
     assert checkpoints.read() == ({"step": 3}, ["unused", 3])
     assert (tmp_path / "checkpoint" / "model.safetensors").read_text() == "3"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+async def test_a_full_disk_leaves_the_one_before(tmp_path: Path, full_disk: Any) -> None:
+    checkpoints, trainer = Checkpoints(tmp_path), Trainer()
+    await checkpoints.save(trainer, {"step": 1}, None)  # type: ignore[arg-type]
+    with full_disk(1000), pytest.raises(HostFault, match=r"could not write .*/unused\.pickle: File too large"):
+        await checkpoints.save(trainer, {"step": 2}, b"x" * 2000)  # type: ignore[arg-type]
+    assert checkpoints.read() == ({"step": 1}, None)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 

@@ -6,7 +6,8 @@
 5. A trainer that goes on from `save` takes the very step that it would have taken.
 6. What `save` writes is a folder that transformers loads.
 7. A model with tied embeddings is refused.
-8. It has every method of the protocol.
+8. On a full disk a file is whole or absent, and the HostFault names it.
+9. It has every method of the protocol.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from sandlot.errors import TrainingFault
+from sandlot.errors import HostFault, TrainingFault
 from sandlot.rl.train.backend import Objective, Optimization, Settings, Trainer
 from sandlot.rl.train.single import SingleTrainer
 from sandlot.rl.types import Batch, Sample
@@ -142,6 +143,23 @@ def test_tied_embeddings_are_refused(tiny: Path, tmp_path: Path) -> None:
     (tied / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     with pytest.raises(TrainingFault, match="ties its embeddings"):
         SingleTrainer(str(tied), Settings())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt"])
+def test_a_full_disk_is_named_with_the_file(
+    tiny: Path, samples: Make, tmp_path: Path, full_disk: Any, name: str
+) -> None:
+    made = trainer(tiny)
+    made.step(batch(some(samples, 2)))
+    weights = (tiny / "model.safetensors").stat().st_size
+    made._beside = {}
+    room = (
+        weights // 2 if name == "model.safetensors" else weights * 3 // 2
+    )  # the optimizer's state is twice the weights
+    with full_disk(room), pytest.raises(HostFault, match=rf"could not write .*/{name}: File too large") as caught:
+        made.save(str(tmp_path))
+    assert "--resume" in (caught.value.hint or "")
+    assert name not in [file.name.removesuffix(".partial") for file in tmp_path.iterdir()]
 
 
 def test_it_has_every_method_of_the_protocol() -> None:
