@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INIT := src/sandlot/drivers/native/bin/sandlot-init
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check hostile hostile-controls ci format clean
+.PHONY: help setup demo test check hostile hostile-controls kernels ci format clean
 help:
 	@echo "make demo    set up, then train an agent in real sandboxes (about 5 minutes)"
 	@echo "make test    set up, then run the tests"
@@ -57,9 +57,13 @@ hostile: setup
 hostile-controls: setup
 	$(BIN)/python -m pytest -q -m control tests/hostile
 
+# The same on other kernels, in QEMU guests: Debian's packages for kernel and root file system; as root, half an hour.
+kernels: setup
+	$(BIN)/python tests/kernels/run.py
+
 ci: check hostile hostile-controls
 	@echo "left out here: recipes/find/demo.toml in full (make demo), bench/ (python bench/box.py), the hostile suite as"
-	@echo "an ordinary user (run make hostile as one)"
+	@echo "an ordinary user (run make hostile as one), other kernels (make kernels)"
 	$(BIN)/python -m pytest -q --durations=10
 
 clean:
