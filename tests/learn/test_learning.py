@@ -140,7 +140,7 @@ async def test_shuffled_rewards_do_not_rise(warm: tuple[Path, float], tmp_path: 
     if not RISE:
         pytest.skip("it is compared with the run of the test above")
     model, before = warm
-    phase = {**RL, "algorithm": f"{HERE}/shuffled.py:Shuffled"}
+    phase = {**RL, "steps": 6, "algorithm": f"{HERE}/shuffled.py:Shuffled"}
     result = await launch(recipe(tmp_path / "run", phase, model={"path": str(model)}, max_staleness=0))
     print(f"held-out success {before:.2f} -> {result['success_rl']:.2f}")
     assert result["success_rl"] - before < RISE[0] / 2, (before, result["success_rl"], RISE)
