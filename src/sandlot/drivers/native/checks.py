@@ -6,10 +6,8 @@ setting alone would not do: a container's seccomp filter or an AppArmor profile 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,18 +112,3 @@ def _look(driver: NativeDriver, box: NativeBox) -> list[Capability]:
     lines.append(Capability(name="killing a command's tree", state="kept", found=found if driver.kill_groups else lost))
     line("system call filter", driver.filtered, "a deny list", "none for this processor", "use x86_64 or aarch64")
     return lines
-
-
-def run_checks() -> list[Capability]:
-    """`probe` with a driver of its own in a temporary directory, for `sandlot doctor`. Not from an event loop."""
-    from sandlot.drivers.native.box import NativeDriver
-
-    async def check() -> list[Capability]:
-        with tempfile.TemporaryDirectory(prefix="sandlot-doctor-") as directory:
-            driver = NativeDriver(Path(directory))
-            try:
-                return await probe(driver)
-            finally:
-                await driver.close()
-
-    return asyncio.run(check())

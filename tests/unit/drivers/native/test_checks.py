@@ -33,11 +33,14 @@ async def test_on_this_host_a_box_was_made(boxes: Boxes) -> None:
 
 # A box refuses nested user namespaces as a hardened host or a container does: there doctor looks at a real refusal.
 DOCTOR = """
-import sys
+import asyncio, sys
 sys.path[:0] = sys.argv[1:]
-from sandlot.drivers.native.checks import run_checks
-for line in run_checks():
-    print(line.name, line.state, line.found, line.fix, sep="|")
+from pathlib import Path
+from sandlot.drivers.native.box import NativeDriver
+async def main():
+    for line in await NativeDriver(Path("/tmp")).capabilities():
+        print(line.name, line.state, line.found, line.fix, sep="|")
+asyncio.run(main())
 """
 
 
