@@ -104,11 +104,6 @@ _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data; the low halves, little-endian
 
 
-def denied() -> tuple[str, ...]:
-    """The names of the calls that are denied outright, whatever their arguments."""
-    return tuple(_CALLS)
-
-
 # What gdb and strace need, for processes of the box itself: its pid namespace holds no others.
 _TRACING = frozenset({"ptrace", "process_vm_readv", "process_vm_writev", "kcmp", "pidfd_getfd"})
 # What a sandbox in the sandbox needs: user namespaces and mounts in them.
