@@ -26,7 +26,6 @@ class Tokenizer(Protocol):
     """Text to tokens and back, and messages to text."""
 
     end_of_turn: int  # the token that ends an answer
-    vocab_size: int
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens written in `text` become themselves, none is added."""
@@ -61,7 +60,6 @@ class FileTokenizer:
         if end is None:
             raise InvalidRequest(f"{folder}: the eos_token {specials['eos_token']!r} is not in the vocabulary")
         self.end_of_turn: int = end
-        self.vocab_size: int = self._encoder.get_vocab_size()
         self._template = _template(folder, config)
         self._specials = specials
 
