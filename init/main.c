@@ -155,12 +155,47 @@ static _Noreturn void inside(void)
 	pid1(&plan);
 }
 
+/* A node that is shielded from the kernel's killer for memory must not hand that on to a box. */
+static void protect(void)
+{
+	int fd = open("/proc/self/oom_score_adj", O_RDWR | O_CLOEXEC);
+	char text[16] = "";
+
+	if (fd >= 0 && read(fd, text, sizeof text - 1) > 0 && atoi(text) < 0 && pwrite(fd, "0", 1, 0) < 0)
+		die(errno, "oom_score_adj", "");
+	if (fd >= 0)
+		close(fd);
+}
+
+/* A limit on processes counts those of one user. But a user namespace remembers its maker's limit, as it was at that
+ * moment, and holds all users in it together to it, by counting its maker's processes (from Linux 5.14 on). So where the
+ * box has a maker of its own its user namespace is made under the limit, and the limit lifted again. Returns what was
+ * made. */
+static int limit_namespace(void)
+{
+	if (plan.host_id == UINT32_MAX)
+		return 0; /* the maker is an ordinary user, with other boxes and a desktop perhaps */
+	for (int i = 0; i < plan.limit_count; i++) {
+		struct rlimit before, limit;
+		if (plan.limits[i].resource != RLIMIT_NPROC || getrlimit(RLIMIT_NPROC, &before) < 0)
+			continue;
+		limit = (struct rlimit){plan.limits[i].soft, before.rlim_max};
+		if (limit.rlim_cur > limit.rlim_max)
+			limit.rlim_cur = limit.rlim_max;
+		if (setrlimit(RLIMIT_NPROC, &limit) < 0 || unshare(CLONE_NEWUSER) < 0 || setrlimit(RLIMIT_NPROC, &before) < 0)
+			die(errno, "namespaces", "");
+		return CLONE_NEWUSER;
+	}
+	return 0;
+}
+
 int main(void)
 {
 	static struct message message;
 	struct reply reply;
 	sigset_t all;
 
+	prctl(PR_SET_NAME, "sandlot-init"); /* it may be run from a descriptor, and is called after its number then */
 	say_socket = CONTROL_FD;
 	/* Anything inherited beyond the control socket would keep other boxes' sockets open and them alive. */
 	if (syscall(SYS_close_range, CONTROL_FD + 1, ~0u, 0) < 0)
@@ -191,9 +226,12 @@ int main(void)
 			die(errno, "ids", "the box's own host id could not be taken");
 	}
 
+	protect();
+	int made = limit_namespace();
+
 	/* clone, not unshare: a pid namespace holds children only. CLONE_PARENT makes the new PID 1 the node's child,
 	 * so that this process can leave and costs no memory. */
-	long pid = syscall(SYS_clone, (unsigned long)(NAMESPACES | CLONE_PARENT | SIGCHLD), 0, 0, 0, 0);
+	long pid = syscall(SYS_clone, (unsigned long)((NAMESPACES & ~made) | CLONE_PARENT | SIGCHLD), 0, 0, 0, 0);
 	if (pid < 0)
 		die(errno, "namespaces", "");
 	if (pid == 0)

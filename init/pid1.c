@@ -167,6 +167,10 @@ static void kill_tree(pid_t root)
 		if (found)
 			sched_yield(); /* the killed need a moment to die */
 	}
+	/* A descendant may have killed the root: then the rest of its tree is ours now, and no walk finds it. */
+	siginfo_t dead = {0};
+	if (waitid(P_PID, (id_t)root, &dead, WEXITED | WNOHANG | WNOWAIT) == 0 && dead.si_pid == root)
+		found = 1;
 	kill(root, SIGKILL);
 	/* Something that forks and exits faster than /proc can be read has no pid to kill. One call that the kernel makes
 	 * atomic ends everything in the box: other commands too, which is the price where there is no cgroup. */
@@ -264,7 +268,7 @@ _Noreturn void pid1(const struct plan *plan)
 		if (end) {
 			uint64_t now = now_ms();
 			if (now >= end)
-				_exit(0); /* PID 1's death is the box's death: the kernel kills the rest */
+				_exit(0); /* PID 1's death is the box's death: the kernel kills the rest. Only here is it 0 */
 			timeout = end - now > 60000 ? 60000 : (int)(end - now);
 		}
 		if (poll(waits, 2, timeout) < 0 && errno != EINTR)
@@ -279,7 +283,7 @@ _Noreturn void pid1(const struct plan *plan)
 			struct message message;
 			int got = wire_receive(CONTROL_FD, &message);
 			if (got == 0 || (got < 0 && errno != ENOMEM))
-				_exit(0); /* the node is gone, or speaks no frames: nobody will ask again */
+				_exit(1); /* the node is gone, or speaks no frames: nobody will ask again */
 			if (got > 0) {
 				serve(&message);
 				message_free(&message);

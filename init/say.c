@@ -30,6 +30,8 @@ const char *meaning(int error, const char *step)
 		if (error == ENODEV)
 			return "the kernel does not know this file system";
 	}
+	if (!strcmp(step, "overlay") && error == EPERM)
+		return "this kernel lets no user namespace mount an overlay file system (Linux does since 5.11)";
 	return strerror(error);
 }
 

@@ -88,6 +88,13 @@ static _Noreturn void child(const struct message *message, const struct request 
 	/* With a parent that adopts, a helper without cgroup rights still finds every descendant of a run. */
 	prctl(PR_SET_CHILD_SUBREAPER, 1);
 
+	/* PID 1 is the box: when memory ends, it is the last that the kernel shall kill. */
+	int score = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+	if (score >= 0 && write(score, "100", 3) < 0 && errno != EACCES && errno != EINVAL)
+		give_up(error_fd, "oom_score_adj");
+	if (score >= 0)
+		close(score);
+
 	/* Move what is needed out of the way of 0..2 first: a passed descriptor may itself be one of them. */
 	int moved[3];
 	for (int i = 0; i < 3; i++)

@@ -39,6 +39,9 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 # Less memory than this and not even the first process of a sandbox starts (its own pages and page tables, with room).
 LEAST_MEMORY = 8 << 20
 
+# What a node is willing to hold of one stream of a command: what is larger belongs in a file.
+MOST_OUTPUT = 64 << 20
+
 # Each volume is a mount that every start of a box makes; a spec that asks for more than this is a mistake.
 MOST_VOLUMES = 32
 
@@ -70,9 +73,18 @@ class Limits(Model):
     pids: int = Field(default=512, ge=2, description="processes and threads")
     cpus: float | None = Field(default=None, gt=0, description="CPU seconds per second; None: no quota")
     cpu_weight: int = Field(default=100, ge=1, le=10_000, description="share of a busy CPU beside others, default 100")
-    disk: Bytes = Field(default=1 << 30, description="bytes of files that the sandbox may write")
+    disk: Bytes = Field(
+        default=1 << 30,
+        description="bytes of files that the sandbox may write; by default they are in its memory, and then at most "
+        "seven eighths of that; one that is named and larger is on the host's disk",
+    )
     inodes: int = Field(default=100_000, ge=64, description="files that the sandbox may make")
     open_files: int = Field(default=4096, ge=16, description="descriptors per process")
+    output: Bytes = Field(
+        default=1 << 20,
+        le=MOST_OUTPUT,
+        description="bytes kept of each stream of a command that names no `output_cap`: its head and its tail",
+    )
 
     @field_validator("memory")
     @classmethod
@@ -159,7 +171,11 @@ class Run(Model):
     user: int = Field(default=0, ge=0, le=65_535, description="numeric user and group inside")
     stdin: Binary = Field(default=b"", description="bytes on standard input; base64 in JSON")
     timeout: float | None = Field(default=300.0, gt=0, description="seconds; at the end the whole tree is killed")
-    output_cap: Bytes = Field(default=1 << 20, description="bytes kept of each stream: its head and its tail")
+    output_cap: Bytes | None = Field(
+        default=None,
+        le=MOST_OUTPUT,
+        description="bytes kept of each stream: its head and its tail; None: as the sandbox's `limits.output` says",
+    )
 
 
 class Output(Model):

@@ -147,12 +147,13 @@ class SyncSandbox:
         stdin: bytes | str = b"",
         timeout: float | None = 300.0,
         user: int = 0,
-        output_cap: int = 1 << 20,
+        output_cap: int | None = None,
     ) -> RunResult:
         """Run a command to its end. Text is run by `sh -c`; a sequence is a program and its arguments.
 
         A failure of the command is in the result, never an exception: `exit_code`, `signal`, `timed_out`, `oom`. Of
-        each stream `output_cap` bytes are kept. `timeout` is in seconds; None: as long as the sandbox lives.
+        each stream `output_cap` bytes are kept (None: the sandbox's `limits.output`). `timeout` is in seconds; None: as
+        long as the sandbox lives.
         """
         return _wait(
             self._inner.run(

@@ -1,22 +1,59 @@
+"""The arena of each attack, and the row that each attack × this host makes in the table of what holds where.
+
+A row says "contained", "named loss" or "refused", and equals what `GET /v1/capabilities` says: a file whose promise is
+kept must have all its tests pass, none skipped for want of it. `SANDLOT_HOSTILE_ROWS=FILE` writes the rows as JSON.
+"""
+
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sandlot.api import Capability, Limits, SandboxSpec
 from sandlot.drivers.native.box import NativeDriver
-from sandlot.node.node import local_node
-from tests.support.hostile import Arena, host_state
+from sandlot.drivers.native.promises import LIMITED_BY
+from sandlot.errors import Unsupported
+from sandlot.node.ledger import NodeDirectory
+from sandlot.node.node import Node
+from tests.support.hostile import CGROUPS, Arena, host_state
+
+ROWS = pytest.StashKey[dict[str, dict[str, Any]]]()
+
+
+def make_node(state: Path) -> Node:
+    directory = NodeDirectory.claim(state)
+    driver = NativeDriver(directory.path)
+    if CGROUPS == "none":
+        driver.cgroups.hidden = True
+    return Node(driver, directory=directory)
+
+
+async def look() -> dict[str, Capability]:
+    with tempfile.TemporaryDirectory() as state:
+        async with make_node(Path(state)) as node:
+            return {line.name: line for line in await node.capabilities()}
+
+
+@pytest.fixture(scope="session")
+def promises() -> dict[str, Capability]:
+    """What this host says that it keeps."""
+    return asyncio.run(look())
 
 
 @pytest.fixture
-async def arena(tmp_path: Path) -> AsyncIterator[Arena]:
+async def arena(tmp_path: Path, promises: dict[str, Capability]) -> AsyncIterator[Arena]:
     """Boxes that end with the test; afterwards the host must look as it did before."""
-    node = local_node(tmp_path / "state")
+    node = make_node(tmp_path / "state")
     await node.start()
     assert isinstance(node.driver, NativeDriver)
-    made = Arena(node, node.driver)
+    made = Arena(node, node.driver, promises)
     await (await made.box()).close()  # what the driver opens once is not a leak
     made.kept.clear()
     before = host_state(node.driver)
@@ -26,3 +63,82 @@ async def arena(tmp_path: Path) -> AsyncIterator[Arena]:
     after = host_state(node.driver)
     await node.close()
     assert after == before
+
+
+@pytest.fixture(autouse=True)
+async def needs(request: pytest.FixtureRequest, promises: dict[str, Capability], tmp_path: Path) -> None:
+    """Skip an attack on a promise that this host does not keep, having shown that the loss is named, and that a limit
+    which belongs to it is refused when it is asked for."""
+    marker = request.node.get_closest_marker("promise")
+    promise = marker.args[0] if marker else request.module.PROMISE
+    line = promises[promise]
+    if line.state == "kept" or (marker and marker.kwargs.get("anyway")):
+        return
+    async with make_node(tmp_path / "state") as node:
+        info = await node.create(SandboxSpec())
+        assert f"{promise}: {line.found}" in info.losses
+        for name, (_, limited) in LIMITED_BY.items():
+            if limited == promise:
+                value = {"memory": 1 << 30, "cpus": 0.5, "cpu_weight": 50, "pids": 50}[name]
+                with pytest.raises(Unsupported):
+                    await node.create(SandboxSpec(limits=Limits.model_validate({name: value})))
+    pytest.skip(f"named loss: {promise}: {line.found}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ROWS] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        module = getattr(item, "module", None)
+        words = (module.__doc__ or "") if module else ""
+        if module and Path(module.__file__).parent == Path(__file__).parent:
+            assert "Attack:" in words, f"{module.__file__} does not say what it tries"
+            assert "Must hold:" in words, f"{module.__file__} does not say what must hold"
+            assert hasattr(module, "PROMISE"), f"{module.__file__} does not name its promise"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    module = getattr(item, "module", None)
+    if module is None or not hasattr(module, "PROMISE") or item.get_closest_marker("control"):
+        return
+    marker = item.get_closest_marker("promise")
+    promise = marker.args[0] if marker else module.PROMISE
+    name = Path(module.__file__).stem.removeprefix("test_").replace("_", " ")
+    name += "" if promise == module.PROMISE else f": {promise}"
+    rows = item.config.stash[ROWS]
+    row = rows.setdefault(name, {"promise": promise, "passed": 0, "failed": 0, "losses": []})
+    if report.failed:
+        row["failed"] += 1
+    elif report.when == "call" and report.passed:
+        row["passed"] += 1
+    elif report.skipped and isinstance(report.longrepr, tuple):
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        if reason.startswith("named loss: "):
+            row["losses"].append(reason.removeprefix("named loss: "))
+
+
+def verdict(row: dict[str, Any]) -> str:
+    if row["failed"]:
+        return "NOT CONTAINED"
+    if row["losses"]:
+        return "named loss"
+    return "contained" if row["passed"] else "not tried"
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    rows = config.stash[ROWS]
+    if not rows:
+        return
+    for row in rows.values():
+        row["verdict"] = verdict(row)
+    terminalreporter.section("attacks")
+    for name, row in rows.items():
+        lost = f" ({row['losses'][0]})" if row["losses"] else ""
+        terminalreporter.write_line(f"{row['verdict']:14} {name:32} {row['promise']}{lost}")
+    if target := os.environ.get("SANDLOT_HOSTILE_ROWS"):
+        Path(target).write_text(json.dumps(rows, indent=1) + "\n")

@@ -2,30 +2,36 @@
 protection away, so that a control can show the same program succeeding.
 
 Every program runs in a box with limits on time, memory and processes, so that a hole it finds stays small.
+
+Each attack is a file that names the promise it tries, one of those of `GET /v1/capabilities`, as PROMISE. Where this
+host does not keep that promise, its attacks are not run (`needs` in conftest.py): instead it is shown that a sandbox
+says so in `Info.losses`, and that who asks for it by name is refused.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sandlot.api import Limits, RunResult, SandboxSpec
+from sandlot.api import Capability, Limits, RunResult, SandboxSpec
 from sandlot.drivers.images import Image, interpreter_prefix
 from sandlot.drivers.native.box import NativeDriver
-from sandlot.drivers.native.plan import Do, Host, Plan, make_plan
+from sandlot.drivers.native.plan import NOSUID, Do, Host, Plan, make_plan
 from sandlot.node.node import Node
 from sandlot.sandbox import Sandbox
 
 PYTHON = f"{interpreter_prefix()}/bin/python3"
-ROOT = os.geteuid() == 0
 Removal = Callable[[Plan], Plan]
 
-# An ordinary user's node refuses a limit on memory that is asked for by name.
-MEMORY = {"memory": "256M"} if ROOT else {}
-LIMITS = Limits.model_validate({"pids": 100, "disk": "64M", "inodes": 5000} | MEMORY)
+# "none" hides the cgroups of this host, as one that gives no rights to them.
+CGROUPS = os.environ.get("SANDLOT_HOSTILE_CGROUPS", "")
 
 
 @dataclass
@@ -34,7 +40,23 @@ class Arena:
 
     node: Node
     driver: NativeDriver
+    promises: dict[str, Capability]  # what this host keeps, by name
     kept: list[Sandbox] = field(default_factory=list)
+
+    def keeps(self, promise: str) -> bool:
+        return self.promises[promise].state == "kept"
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Small ones, of those that this host can keep: what is named and cannot be kept is refused."""
+        memory = {"memory": "256M"} if self.keeps("memory limit") else {}
+        pids = {"pids": 100} if self.keeps("pids limit") else {}
+        return Limits.model_validate({"disk": "64M", "inodes": 5000} | pids | memory)
+
+    @property
+    def users(self) -> bool:
+        """Whether there is another user than root inside."""
+        return self.driver.facts.ids != "one"
 
     async def box(self, without: Removal | None = None, **spec: Any) -> Sandbox:
         """A box; `without` takes protections away from its plan."""
@@ -44,7 +66,7 @@ class Arena:
             return without(plan) if without else plan
 
         self.driver.planner = planner
-        info = await self.node.create(SandboxSpec(**({"limits": LIMITS, "lifetime": 120.0} | spec)))
+        info = await self.node.create(SandboxSpec(**({"limits": self.limits, "lifetime": 120.0} | spec)))
         self.driver.planner = make_plan
         sandbox = Sandbox(self.node, info)
         self.kept.append(sandbox)
@@ -61,6 +83,70 @@ class Arena:
         user, timeout = spec.pop("user", 0), spec.pop("timeout", 30)
         box = box or await self.box(**spec)
         return await box.run(text, timeout=timeout, user=user)
+
+    @asynccontextmanager
+    async def holding(self, program: str, *arguments: str, box: Sandbox) -> AsyncIterator[str]:
+        """Run a program that takes something and calls `hold(…)`: what it says, while it goes on holding it."""
+        assert (await box.run("mkfifo /root/held")).ok
+        saying = asyncio.create_task(box.run("head -n 1 /root/held", timeout=60))
+        running = asyncio.create_task(box.run([PYTHON, "-I", "-S", "-c", HOLD + program, *arguments], timeout=60))
+        try:
+            await asyncio.wait((saying, running), return_when=asyncio.FIRST_COMPLETED)
+            assert saying.done(), running.result()
+            yield saying.result().stdout.rstrip("\n")
+        finally:
+            saying.cancel()
+            running.cancel()  # kills it with all its descendants
+            await asyncio.gather(saying, running, return_exceptions=True)
+
+
+# Opened before anything is taken: afterwards there may be no room for a descriptor. Waits for its reader.
+HOLD = """
+import os, signal
+_held = os.open("/root/held", os.O_WRONLY)
+def hold(*words):
+    os.write(_held, (" ".join(map(str, words)) + "\\n").encode())
+    signal.pause()
+"""
+
+
+async def into_timeout(box: Sandbox, command: str | list[str]) -> RunResult:
+    """Run a command that writes once it is what it wants to be, and never ends, into its timeout: a longer one where
+    the machine was too slow for it to come that far."""
+    for seconds in (0.3, 3, 30):
+        result = await box.run(command, timeout=seconds)
+        if result.out.total or not result.timed_out:
+            break
+    assert result.out.total, result
+    return result
+
+
+def seen_from_outside(text: str) -> list[int]:
+    """The processes of the host with `text` in their command line."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            words = Path("/proc", name, "cmdline").read_bytes() if name.isdigit() else b""
+        except OSError:
+            continue
+        if text.encode() in words:
+            found.append(int(name))
+    return found
+
+
+async def alive_inside(box: Sandbox, text: str) -> int:
+    """How many processes of the box have `text` in their command line."""
+    return int((await box.run(f"{_named(text)} | wc -l")).stdout)
+
+
+async def gone_inside(box: Sandbox, text: str) -> bool:
+    """Whether no process of the box has `text` in its command line: those that were killed get a moment to die."""
+    return (await box.run(f"while {_named(text)} > /dev/null; do sleep 0.01; done", timeout=10)).ok
+
+
+def _named(text: str) -> str:
+    assert re.fullmatch(r"\w+", text), "a plain word"
+    return f"grep -als '[{text[0]}]{text[1:]}' /proc/[0-9]*/cmdline"  # in brackets it does not find itself
 
 
 def no_filter(plan: Plan) -> Plan:
@@ -85,12 +171,53 @@ def open_proc(plan: Plan) -> Plan:
     return replace(plan, steps=steps)
 
 
+def many_terminals(plan: Plan) -> Plan:
+    """With a devpts that gives as many terminals as the host has."""
+    steps = tuple(replace(s, data=re.sub(",max=[0-9]+", "", s.data)) if s.text == "devpts" else s for s in plan.steps)
+    return replace(plan, steps=steps)
+
+
+def unlimited_inotify(plan: Plan) -> Plan:
+    """Without the box's own limits on inotify; the host's remain."""
+    return replace(plan, steps=tuple(step for step in plan.steps if "max_inotify" not in step.target))
+
+
+def no_deadline(plan: Plan) -> Plan:
+    """Without a lifetime that the helper itself keeps; the node's timer remains."""
+    return replace(plan, lifetime_ms=0)
+
+
+def volumes_with(flags: int) -> Removal:
+    """With volumes whose mounts forbid no more than `flags`."""
+
+    def change(plan: Plan) -> Plan:
+        # Slot 0 is the image, and its own trees are read-only.
+        steps = (replace(s, flags=flags) if s.kind is Do.ATTACH and s.flags & NOSUID else s for s in plan.steps)
+        return replace(plan, steps=tuple(steps))
+
+    return change
+
+
+def volume_at(target: str) -> Removal:
+    """With the volume of /out at a path that the API would refuse."""
+
+    def change(plan: Plan) -> Plan:
+        return replace(plan, steps=tuple(replace(s, target=target) if s.target == "/out" else s for s in plan.steps))
+
+    return change
+
+
 def host_state(driver: NativeDriver) -> dict[str, Any]:
-    """What an attack must leave as it was: this process's mounts, children and descriptors, the node's cgroups."""
+    """What an attack must leave as it was: the host's mounts, this process's children, namespaces and descriptors, the
+    node's cgroups and directory."""
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
-        "mounts": Path("/proc/self/mounts").read_text(),
+        # Others mount things too while this runs: ours would be named after us, or lie where boxes are put together.
+        "mounts": [line for line in mounts if "sandlot" in line or line.split()[1] in ("/tmp", "/run", "/mnt")],
         "children": sorted(children),
+        "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")},
+        "directory": sorted(str(path) for path in driver._directory.glob("*")),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "cgroups": [path for parent in driver._cgroups._parents.values() for path in parent.glob("sb-*")],
+        "cgroups": [path for parent in driver.cgroups._parents.values() for path in parent.glob("sb-*")],
     }

@@ -521,3 +521,32 @@ async def check_disk_limit_holds(driver: Driver) -> None:
         assert ended.code != 0
         assert b"No space" in err, err
         assert await output(box, "echo", "fine") == "fine\n"
+
+
+@_check()
+async def check_files_written_are_counted(driver: Driver) -> None:
+    """`stats` counts the bytes and the number of files that a box wrote, and forgets those it removed."""
+    async with a_box(driver) as box:
+        before = await box.stats()
+        await _written(box, "/root/some/data", bytes(300_000))
+        after = await box.stats()
+        assert after.disk - before.disk >= 300_000, (before, after)
+        assert after.inodes > before.inodes, (before, after)
+
+
+@_check("kernel")
+async def check_what_runs_is_counted(driver: Driver) -> None:
+    """`stats` counts processes, processor time and memory, where this host counts them at all."""
+    async with a_box(driver) as box:
+        before = await box.stats()
+        busy = "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done; head -c 20m /dev/zero > /root/big"
+        async with started(box, "sleep", "600"):
+            await output(box, "sh", "-c", busy)
+            after = await box.stats()
+        if after.pids is not None:
+            assert after.pids > (before.pids or 0), (before, after)
+        if after.cpu_seconds is not None:
+            assert after.cpu_seconds > (before.cpu_seconds or 0), (before, after)
+        if after.memory is not None:
+            assert after.memory - (before.memory or 0) >= 19 << 20, (before, after)  # some of it is counted in batches
+            assert after.memory_peak is None or after.memory_peak >= after.memory - (1 << 20), after

@@ -282,8 +282,9 @@ class Node:
         pipes: list[_Output | _Input] = []
         theirs: list[int] = []
         try:
-            out = _Output(run.output_cap, pipes, theirs)
-            err = _Output(run.output_cap, pipes, theirs)
+            cap = live.spec.limits.output if run.output_cap is None else run.output_cap
+            out = _Output(cap, pipes, theirs)
+            err = _Output(cap, pipes, theirs)
             stdin = _Input(run.stdin, pipes, theirs).theirs if run.stdin else self._null
             async with deadline(STEP_SECONDS, f"starting {run.argv[0]} in sandbox {live.id}"):
                 process = await live.box.spawn(Spawn(run.argv, env, cwd, run.user), stdin, out.theirs, err.theirs)
@@ -548,7 +549,7 @@ class _Output:
             left -= len(chunk)
 
     def say(self, text: str) -> None:
-        self._keep(text.encode())
+        self._keep(text.encode(errors="surrogateescape"))
 
     def output(self) -> Output:
         return Output.model_construct(data=bytes(self._head + self._tail), total=self._total)

@@ -11,34 +11,38 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import fcntl
+import itertools
 import os
 import resource
 import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from sandlot.aio import deadline, shielded
 from sandlot.api import Capability, Ending, SandboxSpec, Stats
 from sandlot.drivers.base import Death, Exit, Spawn
 from sandlot.drivers.images import Image, Images
-from sandlot.drivers.native import cgroup, ids, seccomp
+from sandlot.drivers.native import cgroup, disk, ids, seccomp
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups, RunGroup
-from sandlot.drivers.native.ids import RANGE, HostIds
-from sandlot.drivers.native.plan import Host, Plan, make_plan
+from sandlot.drivers.native.ids import RANGE, HostIds, SubIds
+from sandlot.drivers.native.plan import Host, Plan, make_plan, most_files
+from sandlot.drivers.native.promises import LIMITED_BY, Facts, losses, promises
 from sandlot.drivers.native.wire import KILL_ONLY_ITSELF, Answer, Channel, Frame, Key, Value
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, StartFailed, Unsupported
 
 HELPER = Path(__file__).parent / "bin" / "sandlot-init"
 
-# Which controller keeps which limit.
-_CONTROLLERS = {"memory": "memory", "pids": "pids", "cpus": "cpu", "cpu_weight": "cpu"}
-
 # A start takes about 5 ms; a host that swaps may take seconds. Past this the host is not usable.
 START_SECONDS = 20.0
 # Answers of the helper take well under a millisecond.
 REQUEST_SECONDS = 20.0
+
+_RUNNABLE = 0o555
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 # Tests remove one protection at a time by handing the driver another planner than make_plan.
 Planner = Callable[[SandboxSpec, Image, Host], Plan]
@@ -65,6 +69,12 @@ def _open_tree(path: str) -> int:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), path)
     return fd
+
+
+def _kernel() -> tuple[int, int]:
+    """The running kernel's version."""
+    major, minor = os.uname().release.split(".")[:2]
+    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)) or 0)
 
 
 def _has_root() -> bool:
@@ -104,21 +114,57 @@ async def _connected(sock: socket.socket) -> None:
     loop.remove_writer(sock)
 
 
+class Helper:
+    """The helper's program, run from a sealed copy in memory. PID 1 of an ordinary user's box shows its program to root
+    inside, who is that user, and could change the file's mode or times for every box after it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._copy = -1
+
+    def runnable(self) -> str:
+        """A path to run now. Raises OSError."""
+        if self._copy < 0 or os.fstat(self._copy).st_mode & 0o777 != _RUNNABLE:
+            self.close()
+            self._copy = self._make()
+        return str(self.path) if self._copy < 0 else f"/proc/self/fd/{self._copy}"
+
+    def _make(self) -> int:
+        try:
+            fd = os.memfd_create("sandlot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError:
+            return -1  # a host that forbids programs in memory
+        try:
+            os.write(fd, self.path.read_bytes())
+            os.fchmod(fd, _RUNNABLE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def close(self) -> None:
+        if self._copy >= 0:
+            os.close(self._copy)
+            self._copy = -1
+
+
 class NativeDriver:
     """Boxes from namespaces. `directory` is the node's own; nothing is made before the first `create`."""
 
     name = "native"
 
     def __init__(self, directory: Path, helper: Path = HELPER, planner: Planner = make_plan) -> None:
-        self._helper = helper
+        self._helper = Helper(helper)
+        self._directory = directory
         self._images = Images(directory / "images")
-        self._cgroups = Cgroups(directory.name, directory)
+        self.cgroups = Cgroups(directory.name, directory)
         self._ids = HostIds() if _has_root() else None
+        self._sub_ids: SubIds | None = None
         self._started = False
         self._host = Host(root=False, stage="/tmp", pids_by_cgroup=False)
         self.planner = planner
-        self._filtered = bool(seccomp.program())
-        self._losses: tuple[str, ...] = ()
+        self.facts = Facts(ids="one")
 
     async def create(self, box_id: str, spec: SandboxSpec, named: frozenset[str] = frozenset()) -> NativeBox:
         if not self._started:
@@ -127,22 +173,44 @@ class NativeDriver:
         for volume in spec.volumes:
             if not os.path.exists(volume.source):  # noqa: ASYNC240, PTH110  (one stat of a local path)
                 raise InvalidRequest(f"the volume {volume.source} does not exist on this host")
-        losses = self._check_limits(spec, named)
-        group = self._cgroups.make(box_id, spec.limits)
+        self._check_limits(spec, named)
+        group = self.cgroups.make(box_id, spec.limits)
         try:
-            losses += self._check_kept(spec, named, group)
-            box = NativeBox(box_id, group, self._ids, losses)
+            refused = self._check_kept(spec, named, group)
+            box = NativeBox(box_id, group, self._ids, self._sub_ids)
         except BaseException:
             group.remove()
             raise
-        plan = self.planner(spec, image, self._host)
         try:
             async with deadline(START_SECONDS, "the start of a sandbox", "is the host out of memory?"):
-                await box._start(self._helper, plan)
+                files = await self._disk(spec, named, box)
+                plan = self.planner(spec, image, replace(self._host, disk=files is not None))
+                try:
+                    await box._start(self._helper.runnable(), plan, files)
+                finally:
+                    if files is not None:
+                        os.close(files)
         except BaseException:
             await shielded(box.destroy(Ending.START_FAILED))
             raise
+        self._learn(box)
+        box.losses = losses(self.facts, spec) + refused
         return box
+
+    async def _disk(self, spec: SandboxSpec, named: frozenset[str], box: NativeBox) -> int | None:
+        """A file system for a box that is to hold more files than fit in its memory, where they are otherwise."""
+        limits = spec.limits
+        if "disk" not in named or limits.memory is None or limits.disk <= most_files(limits.memory):
+            return None
+        return await disk.make(self._directory, limits.disk, limits.inodes, box.root_id)
+
+    def _learn(self, box: NativeBox) -> None:
+        """What only the making of a box shows."""
+        if box.owners_mapped is not self.facts.owners_mapped:
+            self.facts = replace(self.facts, owners_mapped=box.owners_mapped)
+        if box.refused_ids and self._sub_ids is not None:
+            self._sub_ids = None
+            self.facts = replace(self.facts, ids="one", ids_reason=f"the node is not root, and {box.refused_ids}")
 
     async def capabilities(self) -> list[Capability]:
         from sandlot.drivers.native import checks  # it knows this module
@@ -150,33 +218,21 @@ class NativeDriver:
         return await checks.probe(self)
 
     @property
-    def controllers(self) -> dict[str, str]:
-        """memory, pids, cpu → "v1" or "v2", those that this node may use."""
-        return self._cgroups.controllers
-
-    @property
     def has_root(self) -> bool:
         return self._ids is not None
-
-    @property
-    def kill_groups(self) -> bool:
-        return self._cgroups.v2_kill
-
-    @property
-    def filtered(self) -> bool:
-        return self._filtered
 
     async def sweep(self, directory: Path) -> None:
         """Remove what boxes of a dead node left behind: their cgroups. The rest went with their processes."""
         await asyncio.to_thread(cgroup.sweep, directory)
 
     async def close(self) -> None:
-        self._cgroups.close()
+        self._helper.close()
+        self.cgroups.close()
         if self._ids is not None:
             self._ids.close()
 
     def _start(self) -> None:
-        if not self._helper.exists():
+        if not self._helper.path.exists():
             raise Unsupported(
                 "this installation has no sandlot-init, so it cannot make native sandboxes",
                 "install a compiler and reinstall: `apt install gcc libc6-dev`, then reinstall sandlot",
@@ -184,38 +240,44 @@ class NativeDriver:
         stage = next((path for path in ("/tmp", "/run", "/mnt") if Path(path).is_dir()), None)
         if stage is None:
             raise Unsupported("this host has no /tmp, /run or /mnt to put a sandbox together on", "`mkdir /tmp`")
-        self._cgroups.start()
-        kept = self._cgroups.controllers
-        self._host = Host(root=self._ids is not None, stage=stage, pids_by_cgroup="pids" in kept)
-        losses = []
-        if "memory" not in kept:
-            losses.append("memory is not limited: this node may not make a memory cgroup")
-        if not self._filtered:
-            losses.append("system calls are not filtered: this processor's calls are not known here")
-        if self._ids is None:
-            losses.append("one user id inside: the node is not root")
-        self._losses = tuple(losses)
+        self.cgroups.start()
+        kept = self.cgroups.controllers
+        self._host = Host(
+            root=self._ids is not None, stage=stage, pids_by_cgroup="pids" in kept, memory_by_cgroup="memory" in kept
+        )
+        lent = SubIds.find() if self._ids is None else ""
+        self._sub_ids = lent if isinstance(lent, SubIds) else None
+        self.facts = Facts(
+            ids="own" if self._ids is not None else "one" if self._sub_ids is None else "shared",
+            ids_reason=lent if isinstance(lent, str) else "",
+            controllers=kept,
+            kill_groups=self.cgroups.v2_kill,
+            filtered=bool(seccomp.program()),
+            limits_namespaces=_kernel() >= (5, 14),
+            restricts_below=_kernel() >= (5, 12),
+            disk_fix=disk.why_not() if self._ids is not None else "run the node as root",
+        )
         self._started = True
 
     def _check_kept(self, spec: SandboxSpec, named: frozenset[str], group: BoxGroup) -> tuple[str, ...]:
         """The kernel may refuse a value where it takes others: a refusal if it was asked for, else a loss."""
-        losses = []
-        for name, controller in _CONTROLLERS.items():
+        refused = []
+        for name, (controller, promise) in LIMITED_BY.items():
             value = getattr(spec.limits, name)
-            if value is None or controller not in self._cgroups.controllers or controller in group.kept:
+            if value is None or controller not in self.cgroups.controllers or controller in group.kept:
                 continue
             if name in named:
                 raise Unsupported(f"the kernel does not take {value} as a limit on {name}", "ask for another value")
-            losses.append(f"{name} is not limited: the kernel does not take {value}")
-        return tuple(losses)
+            refused.append(f"{promise}: the kernel does not take {value} for {name}")
+        return tuple(refused)
 
-    def _check_limits(self, spec: SandboxSpec, named: frozenset[str]) -> tuple[str, ...]:
-        kept = self._cgroups.controllers
-        for name, controller in (("memory", "memory"), ("cpus", "cpu")):
-            if name in named and controller not in kept and getattr(spec.limits, name) is not None:
+    def _check_limits(self, spec: SandboxSpec, named: frozenset[str]) -> None:
+        lost = {line.name: line for line in promises(self.facts) if line.state == "loss"}
+        for name, (_, promise) in LIMITED_BY.items():
+            if name in named and promise in lost and getattr(spec.limits, name) is not None:
                 raise Unsupported(
-                    f"this host cannot keep a limit on {name}: the node may not make a {controller} cgroup",
-                    "run the node as root, or leave the limit out and accept the loss; see `sandlot doctor`",
+                    f"this host cannot keep a limit on {name}: {lost[promise].found}",
+                    f"{lost[promise].fix}; or leave the limit out and accept the loss",
                 )
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if spec.limits.open_files > hard:
@@ -223,7 +285,6 @@ class NativeDriver:
                 f"a sandbox's process cannot have {spec.limits.open_files} open files: the node's own limit is {hard}",
                 "raise the node's hard limit of open files (`ulimit -Hn`), and `/proc/sys/fs/nr_open` for more",
             )
-        return self._losses
 
 
 class NativeProcess:
@@ -256,9 +317,12 @@ class NativeProcess:
 class NativeBox:
     """One box. Made by NativeDriver.create."""
 
-    def __init__(self, box_id: str, group: BoxGroup, ids: HostIds | None, losses: tuple[str, ...]) -> None:
+    def __init__(self, box_id: str, group: BoxGroup, ids: HostIds | None, sub_ids: SubIds | None) -> None:
         self.id = box_id
-        self.losses = losses
+        self.losses: tuple[str, ...] = ()
+        self.owners_mapped = True  # whether files of the image have their owners inside
+        self.refused_ids = ""  # why the ids that are lent to this user could not be had after all
+        self._sub_ids = sub_ids
         loop = asyncio.get_running_loop()
         self.death: asyncio.Future[Death] = loop.create_future()
         self._loop = loop
@@ -267,20 +331,25 @@ class NativeBox:
         self._base = ids.take() if ids is not None else None
         self._channel: Channel | None = None
         self._maker = 0  # the short-lived process that makes PID 1
-        self._pid = 0
-        self._pidfd = -1
+        self._pid = 0  # PID 1, once it is known and until it is reaped
+        self._pidfd = -1  # open only while PID 1 dies: a box at rest costs one descriptor, its socket
         self._asked: Ending | None = None
         self._processes: dict[int, NativeProcess] = {}
         self._oom_seen = 0
         self._lives = False  # it has said "ready"
 
+    @property
+    def root_id(self) -> int:
+        """The host id that root inside is."""
+        return os.geteuid() if self._base is None else self._base
+
     # -- requests -------------------------------------------------------------------------------------------------
 
     async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int) -> NativeProcess:
-        if what.user and self._base is None:
+        if what.user and self._base is None and self._sub_ids is None:
             raise Unsupported(
                 f"user {what.user} does not exist in this sandbox: the node is not root, so there is only user 0",
-                "run the node as root, or the command as user 0",
+                "run the node as root, or `apt install uidmap` and lend its user 65,536 ids in /etc/sub{uid,gid}",
             )
         channel = self._open_channel()
         group = self._group.make_run()
@@ -360,11 +429,10 @@ class NativeBox:
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
         if self._asked is None:
             self._asked = ending
-            if self._pidfd >= 0:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            if self._pid:  # our own child, not reaped: the number is nobody else's
+                os.kill(self._pid, signal.SIGKILL)
         async with deadline(REQUEST_SECONDS, f"the end of sandbox {self.id}", "a process of it hangs in the kernel"):
-            if self._pidfd < 0 and not self.death.done():
+            if not self._pid and not self.death.done():
                 await self._abandon()
             return await asyncio.shield(self.death)
 
@@ -390,14 +458,15 @@ class NativeBox:
 
     # -- start ----------------------------------------------------------------------------------------------------
 
-    async def _start(self, helper: Path, plan: Plan) -> None:
-        """Start the helper and carry it to "ready". On any failure the caller destroys the box."""
+    async def _start(self, helper: str, plan: Plan, files: int | None) -> None:
+        """Start the helper and carry it to "ready". On any failure the caller destroys the box. `files` is a file
+        system for the upper directory."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         trees: list[int] = []
         joins = self._group.procs()
         try:
             with theirs:
-                self._channel = Channel(ours, self._exited)
+                self._channel = Channel(ours, self._exited, self._going)
                 # Not a subprocess: vfork and exec of a small static program, about 1 ms, which nothing could shorten.
                 self._maker = os.posix_spawn(  # noqa: ASYNC221
                     helper,
@@ -412,11 +481,13 @@ class NativeBox:
                 )
             if self._base is not None:
                 trees = [_open_tree(source) for source in plan.sources]
-            fields = plan.fields(self._base, range(len(trees), len(trees) + len(joins)))
-            self._channel.send(Frame.PLAN, 0, fields, [*trees, *joins])
+            passed = trees if files is None else [*trees, files]
+            fields = plan.fields(self._base, range(len(passed), len(passed) + len(joins)))
+            self._channel.send(Frame.PLAN, 0, fields, [*passed, *joins])
             answer = await self._next(Frame.PID)
             self._adopt(answer.number(Key.PID) or 0)
-            self._write_maps(trees)
+            if not await self._borrow_ids():
+                self._write_maps(trees)
             self._channel.send(Frame.MAPPED, 0, [])
             await self._next(Frame.READY)
             self._lives = True
@@ -446,9 +517,9 @@ class NativeBox:
     def _adopt(self, pid: int) -> None:
         """PID 1 is a child of this process (CLONE_PARENT); the process that made it is done and is reaped here."""
         self._pid = pid
-        self._pidfd = os.pidfd_open(pid)
-        self._loop.add_reader(self._pidfd, self._ended)
         self._reap_maker()
+        if self._channel is not None and not self._channel.open:
+            self._going()  # it was gone before it was known
 
     def _reap_maker(self) -> None:
         maker, self._maker = self._maker, 0
@@ -456,13 +527,28 @@ class NativeBox:
             with suppress(ChildProcessError):
                 os.waitpid(maker, 0)
 
+    async def _borrow_ids(self) -> bool:
+        """Map the ids that are lent to this user. False: there are none, or they could not be had."""
+        if self._sub_ids is None:
+            return False
+        try:
+            await self._sub_ids.map(self._pid)
+        except HostFault as error:
+            self.refused_ids = error.message
+            self._sub_ids = None
+            return False
+        return True
+
     def _write_maps(self, trees: list[int]) -> None:
         proc = f"/proc/{self._pid}"
         if self._base is None:
-            uid, gid = os.geteuid(), os.getegid()
-            Path(proc, "setgroups").write_text("deny")
-            Path(proc, "uid_map").write_text(f"0 {uid} 1")
-            Path(proc, "gid_map").write_text(f"0 {gid} 1")
+            for name, value in (
+                ("setgroups", "deny"),
+                ("gid_map", f"0 {os.getegid()} 1"),
+                ("uid_map", f"0 {os.geteuid()} 1"),
+            ):
+                with suppress(PermissionError):  # newgidmap may have worked where newuidmap did not
+                    Path(proc, name).write_text(value)
             return
         Path(proc, "uid_map").write_text(f"0 {self._base} {RANGE}")
         Path(proc, "gid_map").write_text(f"0 {self._base} {RANGE}")
@@ -472,7 +558,7 @@ class NativeBox:
         finally:
             os.close(user_namespace)
         if not all(mapped):
-            self.losses += ("files of the image belong to nobody inside: this kernel cannot map their owners",)
+            self.owners_mapped = False
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -498,21 +584,29 @@ class NativeBox:
         """End a box whose start did not come as far as our knowing PID 1, which may exist all the same."""
         if self._channel is not None:
             await self._channel.hang_up()
-            self._pid = self._channel.first_process or 0
-        for pid in (self._maker, self._pid):
+        first = 0 if self._channel is None else self._channel.first_process or 0
+        for pid in (self._maker, first):
             if pid:
                 with suppress(ChildProcessError):
                     os.waitpid(pid, 0)  # noqa: ASYNC222  (it has exited: its end of the socket is closed)
         self._maker = 0
         self._settle(Death(Ending.START_FAILED))
 
+    def _going(self) -> None:
+        """PID 1 has closed its end of the socket, the first thing that the kernel does for a process that dies. It is
+        dead when everything in the box is."""
+        if self._pid:
+            self._pidfd = os.pidfd_open(self._pid)
+            self._loop.add_reader(self._pidfd, self._ended)
+
     def _ended(self) -> None:
         """PID 1 is dead, and with it, by the kernel's rule, everything in the box."""
         self._loop.remove_reader(self._pidfd)
+        status = 0
         with suppress(ChildProcessError):
             _, status = os.waitpid(self._pid, 0)
         os.close(self._pidfd)
-        self._pidfd = -1
+        self._pidfd, self._pid = -1, 0
         if self._asked is not None:
             death = Death(self._asked)
         elif not self._lives:
@@ -521,6 +615,8 @@ class NativeBox:
             oom = self._group.oom_kills() > self._oom_seen
             number = os.WTERMSIG(status)
             death = Death(Ending.OOM if oom else Ending.HELPER_DIED, f"sandlot-init was ended by signal {number}")
+        elif os.WEXITSTATUS(status):
+            death = Death(Ending.HELPER_DIED, "sandlot-init gave up")
         else:
             death = Death(Ending.LIFETIME)
         self._settle(death)

@@ -21,6 +21,7 @@ from sandlot.errors import HostFault, StartFailed
 
 _CONTROLLERS = ("memory", "pids", "cpu")
 _LIST = "cgroups"  # the file in a node's directory
+_ASIDE = "aside-"  # the leaf in which a node's own process waits, see _step_aside
 # For the processes of a dead node to end: they are killed, so only a hanging kernel takes longer than a moment.
 SWEEP_SECONDS = 10.0
 
@@ -53,6 +54,11 @@ def _write(path: Path, value: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _hand_down(base: Path, names: list[str]) -> bool:
+    """Let children of `base` have these controllers. False: not all."""
+    return all([_write(base / "cgroup.subtree_control", f"+{name}") for name in names])  # noqa: C419  (each of them)
 
 
 # Files that count: the field of api.Stats and how many of their unit make one of ours. A bare v2 cgroup has cpu.stat.
@@ -184,9 +190,13 @@ class Cgroups:
         self._parents: dict[str, Path] = {}  # controller, or "" for v2, → the node's directory
         self.controllers: dict[str, str] = {}
         self.v2_kill = False
+        self._aside: Path | None = None
+        self.hidden = False  # leave them alone, as on a host that gives no rights to them
 
     def start(self) -> None:
         """Find out by trying. Makes the node's directories."""
+        if self.hidden:
+            return
         v2, v1 = mounts()
         own = own_paths()
         if v2 is not None:
@@ -198,15 +208,17 @@ class Cgroups:
                     break
 
     def _start_v2(self, point: str, own: str) -> None:
-        # Below our own cgroup if that was delegated to us, else below the root. A cgroup that holds processes cannot
-        # hand controllers to children, so ours usually offers only `cgroup.kill`; the root is exempt from that rule.
-        for base in (Path(point), Path(point + own)):
-            available = (base / "cgroup.controllers").read_text().split() if base.is_dir() else []
-            wanted = [name for name in _CONTROLLERS if name in available]
-            if not self._make("", base):
+        # Below the root if we may, else below our own cgroup, if that was delegated to us.
+        if Path(own).name.startswith(_ASIDE):
+            own = str(Path(own).parent)  # another node of this process stepped aside before
+        for base in dict.fromkeys((Path(point), Path(point + own))):
+            if not base.is_dir() or not self._make("", base):
                 continue
-            for name in wanted:
-                _write(base / "cgroup.subtree_control", f"+{name}")
+            available = (base / "cgroup.controllers").read_text().split()
+            wanted = [name for name in _CONTROLLERS if name in available]
+            # A cgroup other than the root that holds processes cannot hand controllers to its children.
+            if not _hand_down(base, wanted) and self._step_aside(base):
+                _hand_down(base, wanted)
             parent = self._parents[""]
             given = (parent / "cgroup.controllers").read_text().split()
             for name in wanted:
@@ -215,11 +227,36 @@ class Cgroups:
             self.v2_kill = (parent / "cgroup.kill").exists()
             return
 
+    def _step_aside(self, base: Path) -> bool:
+        """Move this process to a leaf below `base`, if nobody else is in there: others are not ours to move."""
+        leaf = base / f"{_ASIDE}{self._name}"
+        try:
+            if (base / "cgroup.procs").read_text().split() != [str(os.getpid())]:
+                return False
+            self._note(leaf)
+            leaf.mkdir()
+            (leaf / "cgroup.procs").write_text("0")
+        except OSError:
+            return False
+        self._aside = leaf
+        return True
+
+    def _step_back(self, leaf: Path) -> None:
+        """The undoing of _step_aside. Whoever was started meanwhile stays in the leaf, and the leaf with it."""
+        for name in _CONTROLLERS:
+            _write(leaf.parent / "cgroup.subtree_control", f"-{name}")
+        if _write(leaf.parent / "cgroup.procs", "0"):
+            _remove_tree(leaf)
+
+    def _note(self, path: Path) -> None:
+        """Before it is made: a crash in between leaves a name, not a cgroup."""
+        with self._list.open("a") as listing:
+            listing.write(f"{path}\n")
+
     def _make(self, key: str, base: Path) -> bool:
         path = base / self._name
         try:
-            with self._list.open("a") as listing:  # written first: a crash in between leaves a name, not a cgroup
-                listing.write(f"{path}\n")
+            self._note(path)
             path.mkdir(exist_ok=True)
         except OSError:
             return False
@@ -268,6 +305,8 @@ class Cgroups:
         stay for whoever sweeps."""
         left = [path for path in self._parents.values() if not _remove_tree(path)]
         self._parents.clear()
+        if self._aside is not None:
+            self._step_back(self._aside)
         if left:
             raise HostFault(f"the cgroup {left[0]} cannot be removed", "a process of it hangs in the kernel")
 
@@ -297,6 +336,7 @@ def _v1_settings(limits: Limits) -> _Settings:
         "memory": [
             ("memory.limit_in_bytes", memory, False),
             ("memory.memsw.limit_in_bytes", memory, True),
+            ("memory.kmem.tcp.limit_in_bytes", memory, True),
             ("memory.swappiness", "0", True),
         ],
         "pids": [("pids.max", str(limits.pids), False)],
@@ -316,6 +356,9 @@ def sweep(directory: Path) -> None:
     until = time.monotonic() + SWEEP_SECONDS
     for line in dict.fromkeys(listing.read_text().splitlines()) if listing.exists() else ():
         path = Path(line)
+        if path.name.startswith(_ASIDE):  # a node's own, and whoever that started: not boxes
+            _remove_tree(path)
+            continue
         while not _remove_tree(path):
             if time.monotonic() > until:
                 raise HostFault(

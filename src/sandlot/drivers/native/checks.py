@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sandlot.api import Capability, Ending, SandboxSpec
+from sandlot.drivers.native.promises import promises
 from sandlot.errors import SandlotError
 
 if TYPE_CHECKING:
-    from sandlot.drivers.native.box import NativeBox, NativeDriver
+    from sandlot.drivers.native.box import NativeDriver
 
 # Kernel settings that refuse what a box needs.
 _SETTINGS = (
@@ -51,6 +52,11 @@ def advice(failure: str, settings: Mapping[str, str], root: bool, container: boo
             "`sysctl -w kernel.apparmor_restrict_unprivileged_userns=0` (as root), or give sandlot-init an AppArmor "
             "profile with `userns,`, or run the node as root"
         )
+    if "overlay" in failure and "5.11" in failure:
+        return (
+            "use Linux 5.11 or newer; an older kernel of Debian's allows it after "
+            "`modprobe -r overlay && modprobe overlay permit_mounts_in_userns=1` (as root)"
+        )
     if "mount /proc" in failure or "mount /sys" in failure:
         return "an outer container masks /proc: start it with `--security-opt systempaths=unconfined`"
     if "user namespaces are refused" in failure or "mount" in failure:
@@ -74,41 +80,6 @@ async def probe(driver: NativeDriver) -> list[Capability]:
         if "sandlot-init" in error.message and error.hint:
             fix = error.hint
         return [kernel, Capability(name="sandboxes", state="impossible", found=error.message, fix=fix)]
-    try:
-        return [kernel, *_look(driver, box)]
-    finally:
-        await box.destroy(Ending.EXIT)
-
-
-def _look(driver: NativeDriver, box: NativeBox) -> list[Capability]:
-    as_root = "run the node as root"
-    lines = [
-        Capability(
-            name="sandboxes", state="kept", found="made one: user, mount, pid, net, ipc, uts, cgroup namespaces"
-        ),
-        Capability(name="network", state="kept", found="none but the ports that are routed"),
-    ]
-
-    def line(name: str, kept: bool, found: str, lost: str, fix: str | None) -> None:
-        state = "kept" if kept else "loss"
-        lines.append(Capability(name=name, state=state, found=found if kept else lost, fix=None if kept else fix))  # type: ignore[arg-type]
-
-    line("user ids", driver.has_root, "65,536 of its own per sandbox", "one id inside, the node's own outside", as_root)
-    mapped = not any("belong to nobody" in loss for loss in box.losses)
-    line("file owners", mapped, "kept inside", "files of the image belong to nobody inside", "use Linux 5.19 or newer")
-    controllers = driver.controllers
-    for name, controller, lost in (
-        ("memory limit", "memory", "not kept: one sandbox may use the memory of all"),
-        ("pids limit", "pids", ""),
-        ("cpu limit", "cpu", "not kept: a quota is refused when asked for by name"),
-    ):
-        version = controllers.get(controller)
-        if version is None and controller == "pids":
-            lines.append(Capability(name=name, state="kept", found="by RLIMIT_NPROC, counted in the user namespace"))
-        else:
-            line(name, version is not None, f"by a cgroup {version}", lost, as_root)
-    lines.append(Capability(name="disk limit", state="kept", found="by a tmpfs of its own, in bytes and inodes"))
-    found, lost = "by cgroup.kill", "by a walk over the process tree"
-    lines.append(Capability(name="killing a command's tree", state="kept", found=found if driver.kill_groups else lost))
-    line("system call filter", driver.filtered, "a deny list", "none for this processor", "use x86_64 or aarch64")
-    return lines
+    await box.destroy(Ending.EXIT)
+    made = "made one: user, mount, pid, net, ipc, uts, cgroup namespaces"
+    return [kernel, Capability(name="sandboxes", state="kept", found=made), *promises(driver.facts)]

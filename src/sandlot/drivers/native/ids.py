@@ -2,14 +2,22 @@
 
 Ranges are handed out in blocks of 256. A block belongs to the node that holds the lock on its file, so nodes on one
 host never share a range, and a dead node's blocks are free at once: the kernel drops the lock.
+
+A node that is not root borrows ids from /etc/subuid, through the set-id programs newuidmap and newgidmap: one range,
+which all its boxes share. Where there are none it has its own id to give, and no other.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
+import pwd
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
+from sandlot.aio import deadline
 from sandlot.errors import HostFault
 
 RANGE = 65_536
@@ -19,6 +27,9 @@ _FIRST = 0x7000_0000
 _BLOCKS = 120
 _PER_BLOCK = 256
 _LOCKS = Path("/run/sandlot/ids")
+_SUB_FILES = (Path("/etc/subuid"), Path("/etc/subgid"))
+_PROGRAMS = ("newuidmap", "newgidmap")
+MAP_SECONDS = 10.0
 
 
 def mapped(uid_map: str) -> bool:
@@ -71,3 +82,62 @@ class HostIds:
         raise HostFault(
             f"all {_BLOCKS * _PER_BLOCK} id ranges for sandboxes are in use on this host", "end some sandboxes first"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SubIds:
+    """Ids lent to an ordinary user: root inside is the user, the others are the first of the lent range."""
+
+    programs: tuple[str, str]  # for uids, for gids
+    first: tuple[int, int]
+    ours: tuple[int, int]
+
+    @classmethod
+    def find(cls, files: tuple[Path, Path] = _SUB_FILES) -> SubIds | str:
+        """What is lent to this user, or why nothing is."""
+        programs = [shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/bin") for name in _PROGRAMS]
+        if None in programs:
+            return "the node is not root, and there is no newuidmap"
+        uid = os.geteuid()
+        try:
+            name = pwd.getpwuid(uid).pw_name
+        except KeyError:
+            name = ""
+        first = [_lent(file, name, uid) for file in files]
+        if None in first:
+            return f"the node is not root, and {files[first.index(None)]} lends its user no 65,536 ids"
+        return cls(tuple(programs), tuple(first), (uid, os.getegid()))  # type: ignore[arg-type]
+
+    async def map(self, pid: int) -> None:
+        """Write both maps of the user namespace of `pid`, gids first. Raises HostFault in the programs' own words."""
+        for which in (1, 0):
+            await _call(self.programs[which], pid, 0, self.ours[which], 1, 1, self.first[which], RANGE - 1)
+
+
+def _lent(file: Path, name: str, uid: int) -> int | None:
+    """The first id of a range in /etc/subuid or /etc/subgid that is long enough."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        owner, _, rest = line.partition(":")
+        first, _, count = rest.partition(":")
+        if owner in (name, str(uid)) and count.strip().isdigit() and int(count) >= RANGE - 1 and first.isdigit():
+            return int(first)
+    return None
+
+
+async def _call(program: str, *numbers: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        program, *map(str, numbers), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with deadline(MAP_SECONDS, f"{program}", "does it wait for a directory service?"):
+            _, words = await process.communicate()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    if process.returncode != 0:
+        raise HostFault(f"{program} refused: {words.decode(errors='replace').strip() or process.returncode}")

@@ -69,7 +69,7 @@ _PROC_HIDDEN = (
     "kallsyms",
     "config.gz",
 )
-_PROC_READ_ONLY = ("sys", "bus", "fs", "irq", "asound", "acpi", "scsi", "sysrq-trigger")
+_PROC_READ_ONLY = ("sys", "bus", "fs", "irq", "asound", "acpi", "scsi", "pressure", "sysrq-trigger")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,8 @@ class Host:
     root: bool  # the node is root: a host id per box, trees are opened and passed by the node
     stage: str  # a directory that exists on the host; the box is put together on a private mount over it
     pids_by_cgroup: bool
+    memory_by_cgroup: bool = True
+    disk: bool = False  # a file system of the box's own is passed, after the trees, for its upper directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,11 @@ class Plan:
         return fields
 
 
+def most_files(memory: int) -> int:
+    """Bytes of files that a box holds in so much memory."""
+    return memory - memory // 8
+
+
 def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     """The plan for one box."""
     stage = host.stage
@@ -138,14 +145,22 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
 
     # One tmpfs, sized in bytes and inodes and charged to the box's memory, carries the upper directory, /dev and
     # /dev/shm: few superblocks a box. It is private to the box's mount namespace, so nothing is left on the host.
-    size = f"size={spec.limits.disk},nr_inodes={spec.limits.inodes},mode=0755"
+    # A disk of its own carries the upper directory alone; then half the memory is left for /dev/shm, as on any Linux.
+    # Files must not fill the memory to the last page: the next process would find none and take PID 1 along.
+    memory = spec.limits.memory
+    most = spec.limits.disk if memory is None else min(spec.limits.disk, most_files(memory))
+    if host.disk:
+        most = (memory or most) // 2
+    size = f"size={most},nr_inodes={spec.limits.inodes},mode=0755"
     steps.append(
         Step(Do.MOUNT, "sandlot", stage, "tmpfs", size, _MS_NOSUID | _MS_NODEV if not spec.setuid else _MS_NODEV)
     )
-    steps += [
-        Step(Do.MKDIR, target=f"{stage}/{name}", flags=0o755) for name in ("lower", "upper", "work", "root", "dev")
-    ]
-    steps += [Step(Do.MKDIR, target=f"{stage}/upper/{name}", flags=mode) for name, mode in image.directories]
+    files = f"{stage}/disk" if host.disk else stage
+    steps += [Step(Do.MKDIR, target=f"{stage}/{name}", flags=0o755) for name in ("lower", "root", "dev", "disk")]
+    if host.disk:
+        steps.append(Step(Do.ATTACH, target=files, flags=NODEV, slot=len(sources)))
+    steps += [Step(Do.MKDIR, target=f"{files}/{name}", flags=0o755) for name in ("upper", "work")]
+    steps += [Step(Do.MKDIR, target=f"{files}/upper/{name}", flags=mode) for name, mode in image.directories]
     steps += [
         Step(Do.MKDIR, target=f"{stage}/dev/pts", flags=0o755),
         Step(Do.MKDIR, target=f"{stage}/dev/shm", flags=0o1777),
@@ -155,7 +170,7 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
             "overlay",
             f"{stage}/root",
             "overlay",
-            f"lowerdir={stage}/lower,upperdir={stage}/upper,workdir={stage}/work,userxattr",
+            f"lowerdir={stage}/lower,upperdir={files}/upper,workdir={files}/work,userxattr",
             _MS_NODEV if spec.setuid else _MS_NODEV | _MS_NOSUID,
         ),
     ]
@@ -178,7 +193,7 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
         Step(Do.CLONE, f"{stage}/dev"),
         Step(Do.PIVOT, target=f"{stage}/root"),
     ]
-    dev_slot = len(sources)  # the next after the sources
+    dev_slot = len(sources) + host.disk  # the next after what was passed
     steps += [
         Step(Do.MKDIR, target="/proc", flags=0o555),
         Step(Do.MKDIR, target="/sys", flags=0o555),
@@ -206,6 +221,10 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     if not host.pids_by_cgroup:
         # Counted per user *namespace* by the kernel, so it holds for the box alone.
         rlimits.append((resource.RLIMIT_NPROC, spec.limits.pids))
+    if not host.memory_by_cgroup and spec.limits.memory is not None:
+        # Of each process, not of all together: the one that runs away is stopped. Not RLIMIT_AS: some language runtimes
+        # reserve far more addresses than they ever use.
+        rlimits.append((resource.RLIMIT_DATA, spec.limits.memory))
     return Plan(
         sources=sources,
         steps=tuple(steps),

@@ -2,7 +2,9 @@
 
 A deny list: everything else is allowed, so ordinary software runs. It is the second lock on each door: namespaces,
 capabilities and ids are the first. Denied calls answer EPERM, as a kernel without the right would; `clone3` answers
-ENOSYS, so that libc falls back to `clone`, whose flags can be read by a filter.
+ENOSYS, so that libc falls back to `clone`, whose flags can be read by a filter. Of sockets there is a list of the kinds
+that programs use: each other kind reaches, and on some hosts loads, a part of the kernel that few have looked at. It
+holds in every profile, for in a nested namespace the first lock is open.
 """
 
 from __future__ import annotations
@@ -78,15 +80,22 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "set_mempolicy": (238, 237),
+    "set_mempolicy_home_node": (450, 450),
     "nfsservctl": (180, 42),
     "uselib": (134, None),
     "ustat": (136, None),
     "sysfs": (139, None),
 }
+# Calls that are looked at with their arguments.
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _IOCTL = (16, 29)
 _SOCKET = (41, 198)
+_SOCKETPAIR = (53, 199)
+_SETSOCKOPT = (54, 208)
+_MMAP = (9, 222)
+_MEMFD_CREATE = (319, 279)
+_PRLIMIT64 = (302, 261)
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
@@ -94,14 +103,103 @@ _X32_BIT = 0x40000000
 
 # CLONE_NEW* for time, mount, cgroup, uts, ipc, user, pid, net.
 _NAMESPACE_FLAGS = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-# Ways to type into somebody else's terminal.
-_TERMINAL_IOCTLS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-# Socket families that reach kernel code which a box has no use for.
-_FAMILIES = (17, 38, 40, 44)  # AF_PACKET, AF_ALG, AF_VSOCK, AF_XDP
+# TIOCSTI and TIOCLINUX type into somebody else's terminal, TIOCSETD loads a line discipline.
+_TERMINAL_IOCTLS = (0x5412, 0x541C, 0x5423)
 
-_LD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
+# Not AF_PACKET, AF_ALG, AF_VSOCK, AF_XDP, AF_KEY, AF_CAN, AF_TIPC, AF_BLUETOOTH, AF_RDS, AF_SMC and thirty others.
+_FAMILIES = (_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK)
+# Netlink to routes, to socket statistics and of device events; not to netfilter, audit, xfrm, generic families.
+_NETLINK = (0, 4, 15)
+# Of internet sockets: stream, datagram, raw. Not SOCK_DCCP, not SOCK_SEQPACKET (SCTP), and not SOCK_PACKET, an old name
+# by which AF_INET becomes AF_PACKET.
+_INET_TYPES, _TYPE_BITS = (1, 2, 3), 0xF
+_INET_PROTOCOLS_DENIED = (33, 115, 132)  # DCCP, L2TP, SCTP
+# IPT_SO_SET_REPLACE (and IP6T_…), ARPT_SO_SET_REPLACE, EBT_SO_SET_ENTRIES at the levels of IPv4 and IPv6: tables of
+# netfilter are written through these, once more for every nested network namespace.
+_IP_LEVELS, _TABLE_OPTIONS = (0, 41), (64, 96, 128)
+# Huge pages come out of a pool of the host's that no limit of a box counts. (shmget asks for a right of the host.)
+_MAP_HUGETLB, _MFD_HUGETLB = 0x40000, 4
+
+_LD, _JEQ, _JGE, _JSET, _AND, _RET = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data; the low halves, little-endian
+_NR, _ARCH = 0, 4  # offsets in struct seccomp_data
+
+_Code = list[tuple[int, int, int, int]]  # of struct sock_filter: code, jump if true, jump if false, value
+
+
+def _argument(index: int) -> _Code:
+    """Load the low half, which is all that the kernel reads of an int. (Comparing both would let 1 << 32 | n pass.)"""
+    return [(_LD, 0, 0, 16 + 8 * index)]
+
+
+def _answer(value: int) -> _Code:
+    return [(_RET, 0, 0, value)]
+
+
+def _refuse(error: int) -> _Code:
+    return _answer(_ERRNO | error)
+
+
+def _if_equal(value: int, then: _Code) -> _Code:
+    return [(_JEQ, 0, len(then), value), *then]
+
+
+def _if_any(bits: int, then: _Code) -> _Code:
+    return [(_JSET, 0, len(then), bits), *then]
+
+
+def _if_in(values: tuple[int, ...], then: _Code) -> _Code:
+    """Each but the last jumps over those that follow it."""
+    last = len(values) - 1
+    jumps = [(_JEQ, last - at, 0 if at < last else len(then), value) for at, value in enumerate(values)]
+    return [*jumps, *then]
+
+
+def _unless_in(values: tuple[int, ...], then: _Code) -> _Code:
+    last = len(values) - 1
+    return [*((_JEQ, last - at + len(then), 0, value) for at, value in enumerate(values)), *then]
+
+
+def _socket() -> _Code:
+    """What `socket` may make."""
+    netlink = [
+        *_argument(2),
+        *_unless_in(_NETLINK, _refuse(errno.EPROTONOSUPPORT)),  # what a kernel without audit says, and `su` understands
+        *_answer(_ALLOW),
+    ]
+    return [
+        *_argument(0),
+        *_unless_in(_FAMILIES, _refuse(errno.EAFNOSUPPORT)),
+        *_if_equal(_AF_UNIX, _answer(_ALLOW)),
+        *_if_equal(_AF_NETLINK, netlink),
+        *_argument(1),
+        (_AND, 0, 0, _TYPE_BITS),
+        *_unless_in(_INET_TYPES, _refuse(errno.ESOCKTNOSUPPORT)),
+        *_argument(2),
+        *_if_in(_INET_PROTOCOLS_DENIED, _refuse(errno.EPROTONOSUPPORT)),
+    ]
+
+
+# By name, so that a profile can leave one out: what is looked at, and refused. What is not refused is allowed.
+_LOOKED_AT: dict[str, tuple[tuple[int, int], _Code]] = {
+    "mmap": (_MMAP, [*_argument(3), *_if_any(_MAP_HUGETLB, _refuse(errno.EPERM))]),
+    "clone": (_CLONE, [*_argument(0), *_if_any(_NAMESPACE_FLAGS, _refuse(errno.EPERM))]),
+    "ioctl": (_IOCTL, [*_argument(1), *_if_in(_TERMINAL_IOCTLS, _refuse(errno.EPERM))]),
+    "socket": (_SOCKET, _socket()),
+    "socketpair": (_SOCKETPAIR, [*_argument(0), *_unless_in((_AF_UNIX,), _refuse(errno.EAFNOSUPPORT))]),
+    "setsockopt": (
+        _SETSOCKOPT,
+        [
+            *_argument(1),
+            *_if_in(_IP_LEVELS, [*_argument(2), *_if_in(_TABLE_OPTIONS, _refuse(errno.EPERM))]),
+        ],
+    ),
+    "memfd_create": (_MEMFD_CREATE, [*_argument(1), *_if_any(_MFD_HUGETLB, _refuse(errno.EPERM))]),
+    # The first process is of the same user as root inside, who could otherwise leave it without descriptors.
+    "prlimit64": (_PRLIMIT64, [*_argument(0), *_if_equal(1, _refuse(errno.EPERM))]),
+    "clone3": (_CLONE3, _refuse(errno.ENOSYS)),
+}
 
 
 # What gdb and strace need, for processes of the box itself: its pid namespace holds no others.
@@ -151,49 +249,24 @@ def program(
     if machine not in _AUDIT_ARCH:
         return b""
     column = _COLUMN[machine]
-    out: list[tuple[int, int, int, int]] = []  # code, jump if true, jump if false, value
-
-    def load(offset: int) -> None:
-        out.append((_LD, 0, 0, offset))
-
-    def answer(value: int) -> None:
-        out.append((_RET, 0, 0, value))
-
-    def refuse_if_equal(value: int, error: int) -> None:
-        out.append((_JEQ, 0, 1, value))
-        answer(_ERRNO | error)
-
-    load(_ARCH)
-    out.append((_JEQ, 1, 0, _AUDIT_ARCH[machine]))
-    answer(_KILL_PROCESS)  # another architecture's calls have other numbers: none is checked here, so none is let in
-    load(_NR)
+    out: _Code = [
+        (_LD, 0, 0, _ARCH),
+        (_JEQ, 1, 0, _AUDIT_ARCH[machine]),
+        # Another architecture's calls have other numbers: none is checked here, so none is let in.
+        *_answer(_KILL_PROCESS),
+        (_LD, 0, 0, _NR),
+    ]
     if machine == "x86_64":
-        out.append((_JGE, 0, 1, _X32_BIT))
-        answer(_ERRNO | errno.ENOSYS)
+        out += [(_JGE, 0, 1, _X32_BIT), *_refuse(errno.ENOSYS)]
 
-    # Few ordinary calls match: a jump past each pair costs two instructions, about 60 for the common case.
+    # A call whose number alone decides costs nothing: since Linux 5.11 the kernel remembers the answer. For the others
+    # the filter runs each time, so they come first; `mmap` is the hot one.
+    for name, (number, checks) in _LOOKED_AT.items():
+        if name not in allow:
+            out += _if_equal(number[column], [*checks, *_answer(_ALLOW)])
     numbers = sorted(number[column] or -1 for name, number in calls.items() if name not in allow)
-    for number in numbers:
-        if number >= 0:
-            refuse_if_equal(number, errno.EPERM)
-    if "clone3" not in allow:
-        refuse_if_equal(_CLONE3[column], errno.ENOSYS)
-    if "clone" not in allow:
-        out.append((_JEQ, 0, 4, _CLONE[column]))
-        load(_ARG0)
-        out.append((_JSET, 0, 1, _NAMESPACE_FLAGS))
-        answer(_ERRNO | errno.EPERM)
-        answer(_ALLOW)
-    if "ioctl" not in allow:
-        out.append((_JEQ, 0, 2 + 2 * len(_TERMINAL_IOCTLS), _IOCTL[column]))
-        load(_ARG1)
-        for request in _TERMINAL_IOCTLS:
-            refuse_if_equal(request, errno.EPERM)
-        answer(_ALLOW)
-    if "socket" not in allow:
-        out.append((_JEQ, 0, 1 + 2 * len(_FAMILIES), _SOCKET[column]))
-        load(_ARG0)
-        for family in _FAMILIES:
-            refuse_if_equal(family, errno.EAFNOSUPPORT)
-    answer(_ALLOW)
+    for denied in numbers:
+        if denied >= 0:
+            out += _if_equal(denied, _refuse(errno.EPERM))
+    out += _answer(_ALLOW)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in out)

@@ -123,14 +123,17 @@ def _unpack(body: memoryview) -> dict[int, Value]:
 class Channel:
     """The node's end of one control socket.
 
-    `on_exit(answer)` is called for each process that ended.
+    `on_exit(answer)` is called for each process that ended, `on_gone()` when the other end is closed.
     """
 
-    def __init__(self, sock: socket.socket, on_exit: Callable[[Answer], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, on_exit: Callable[[Answer], None], on_gone: Callable[[], None] = lambda: None
+    ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
+        self._on_gone = on_gone
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._start: asyncio.Future[Answer] | None = None
         self._next_id = 1
@@ -253,6 +256,7 @@ class Channel:
             data, control = b"", []
         if not data:
             self.close()
+            self._on_gone()
             return
         self._buffer += data
         received: list[int] = []

@@ -1,7 +1,7 @@
 """Promises of `sandlot doctor` for the native driver:
 1. On a host that can make boxes it says so, having made one.
 2. Where user namespaces are refused it finds out by trying and names the command that fixes it.
-3. The advice fits the cause: a sysctl, AppArmor, a container's filter, a masked /proc.
+3. The advice fits the cause: a sysctl, AppArmor, a container's filter, a masked /proc, an old kernel.
 4. Without the helper it says how to get one.
 """
 
@@ -72,6 +72,7 @@ async def test_where_user_namespaces_are_refused_it_finds_out_by_trying(boxes: B
         (REFUSED, {}, False, True, "seccomp=unconfined"),
         (REFUSED, {}, True, False, "security module"),
         ("mount /proc: the kernel refuses", {"user/max_user_namespaces": "9"}, True, True, "systempaths=unconfined"),
+        ("overlay /tmp/root: Linux does since 5.11", {}, True, False, "permit_mounts_in_userns=1"),
         ("cgroup: no space", {}, True, False, "/sys/fs/cgroup"),
         ("ids: strange", {}, True, False, "dmesg"),
     ],

@@ -1,0 +1,130 @@
+"""A box's files on the host's disk, for those that do not fit in its memory: a sparse loop file with its own ext4.
+
+Only root can. The file has no name by the time the box starts and the loop device lets go of it with its last mount, so
+whoever dies, nothing is left. (Project quotas would save the loop device, but few file systems are mounted with them.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+
+from sandlot.aio import deadline
+from sandlot.errors import HostFault, Unsupported
+
+# mke2fs leaves the tables unwritten: milliseconds for any size.
+FORMAT_SECONDS = 30.0
+
+_CONTROL = Path("/dev/loop-control")
+_GET_FREE, _CONFIGURE = 0x4C82, 0x4C0A
+_AUTOCLEAR = 4
+# struct loop_config: fd, block size, then struct loop_info64 with its flags in the 14th word, then reserved.
+_CONFIG = struct.Struct("=II 5Q 3I I 64x 64x 32x 2Q 8Q")
+_INODE_BYTES = 256  # the file system's own record of a file comes on top
+_ATTEMPTS = 64  # others may take the free device between the question and the answer
+
+_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432  # the same numbers on x86_64 and aarch64
+_CLOEXEC, _SET_FLAG, _SET_STRING, _CREATE = 1, 0, 1, 6
+_NOSUID, _NODEV = 2, 4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def why_not() -> str | None:
+    """Why this host cannot give boxes a disk larger than memory; None: it can. Says what to do."""
+    if os.geteuid() != 0:
+        return "run the node as root"
+    if not _CONTROL.exists():
+        return "`modprobe loop`, or give the outer container /dev/loop-control"
+    if shutil.which("mke2fs", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
+        return "`apt install e2fsprogs`"
+    return None
+
+
+async def make(directory: Path, size: int, inodes: int, owner: int) -> int:
+    """A detached mount of a new, empty file system of `size` bytes whose root belongs to the host id `owner`, as a
+    descriptor that the caller closes. Raises Unsupported, HostFault."""
+    fix = why_not()
+    if fix is not None:
+        raise Unsupported(f"this host cannot give a sandbox {size} bytes of disk, more than its memory", fix)
+    handle, name = tempfile.mkstemp(dir=directory, suffix=".ext4")
+    try:
+        try:
+            os.truncate(handle, size + inodes * _INODE_BYTES)
+            await _format(name, inodes, owner)
+            device = _attach(handle)
+        finally:
+            os.unlink(name)  # noqa: PTH108
+            os.close(handle)
+    except OSError as error:
+        raise HostFault(f"a disk for the sandbox could not be made in {directory}: {error.strerror}") from error
+    try:
+        return _mount(f"/dev/loop{device[0]}")
+    except OSError as error:
+        raise HostFault(f"a disk for the sandbox could not be mounted: {error.strerror}") from error
+    finally:
+        os.close(device[1])
+
+
+async def _format(name: str, inodes: int, owner: int) -> None:
+    words = ("-q", "-F", "-t", "ext4", "-m", "0", "-O", "^has_journal", "-N", str(inodes))
+    extended = f"nodiscard,lazy_itable_init=1,root_owner={owner}:{owner}"
+    program = shutil.which("mke2fs", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "mke2fs"
+    process = await asyncio.create_subprocess_exec(
+        program, *words, "-E", extended, name, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with deadline(FORMAT_SECONDS, "making a disk for a sandbox"):
+            _, said = await process.communicate()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    if process.returncode != 0:
+        raise HostFault(f"mke2fs could not make a disk for the sandbox: {said.decode(errors='replace').strip()}")
+
+
+def _attach(file: int) -> tuple[int, int]:
+    """A loop device over the file: its number, and a descriptor that keeps it until it is mounted."""
+    control = os.open(_CONTROL, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for _ in range(_ATTEMPTS):
+            number = fcntl.ioctl(control, _GET_FREE)
+            device = os.open(f"/dev/loop{number}", os.O_RDWR | os.O_CLOEXEC)
+            config = _CONFIG.pack(file, 0, 0, 0, 0, 0, 0, 0, 0, 0, _AUTOCLEAR, *([0] * 10))
+            try:
+                fcntl.ioctl(device, _CONFIGURE, config)
+            except OSError as error:
+                os.close(device)
+                if error.errno != errno.EBUSY:
+                    raise
+                continue
+            return number, device
+    finally:
+        os.close(control)
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+
+def _mount(device: str) -> int:
+    context = _call(_FSOPEN, b"ext4", _CLOEXEC)
+    try:
+        _call(_FSCONFIG, context, _SET_STRING, b"source", device.encode(), 0)
+        _call(_FSCONFIG, context, _CREATE, None, None, 0)
+        return _call(_FSMOUNT, context, _CLOEXEC, _NOSUID | _NODEV)
+    finally:
+        os.close(context)
+
+
+def _call(number: int, *arguments: int | bytes | None) -> int:
+    result: int = _libc.syscall(number, *arguments)
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return result

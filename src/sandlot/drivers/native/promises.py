@@ -1,0 +1,128 @@
+"""What a native box promises, and which of it this host keeps. Pure: facts about the host in, a line per promise out.
+
+The same lines are what `GET /v1/capabilities` and `sandlot doctor` print, what `Info.losses` names, and what each
+attack in tests/hostile refers to: a promise has one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sandlot.api import Capability, SandboxSpec
+
+# Which controller keeps which limits of a spec, and under which promise.
+LIMITED_BY = {
+    "memory": ("memory", "memory limit"),
+    "pids": ("pids", "pids limit"),
+    "cpus": ("cpu", "cpu limit"),
+    "cpu_weight": ("cpu", "cpu limit"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What `box.py` found out about this host by trying."""
+
+    ids: Literal["own", "shared", "one"]  # a range per box; one range for all boxes of this user; a single id
+    ids_reason: str = ""  # why there is no more than that
+    owners_mapped: bool = True
+    limits_namespaces: bool = True  # RLIMIT_NPROC holds for all users of a user namespace together: Linux 5.14
+    controllers: Mapping[str, str] = field(default_factory=dict)  # memory, pids, cpu → "v1" or "v2"
+    kill_groups: bool = False
+    filtered: bool = True
+    restricts_below: bool = True  # what is mounted below a read-only tree is made read-only too: Linux 5.12
+    disk_fix: str | None = None  # what it takes to give a box a disk larger than its memory; None: it can be had
+
+
+def promises(facts: Facts) -> list[Capability]:
+    """A line for each promise, in the order in which `doctor` shows them."""
+    own = facts.ids == "own"
+    as_root = "run the node as root"
+    lines: list[Capability] = []
+
+    def kept(name: str, found: str) -> None:
+        lines.append(Capability(name=name, state="kept", found=found))
+
+    def loss(name: str, found: str, fix: str | None) -> None:
+        lines.append(Capability(name=name, state="loss", found=found, fix=fix))
+
+    kept("network", "none but the ports that are routed")
+    if own:
+        kept("user ids", "65,536 per sandbox, that no other has")
+    elif facts.ids == "shared":
+        loss("user ids", "65,536, the same for all sandboxes of this user; root inside is the user outside", as_root)
+    else:
+        loss("user ids", f"one inside, which is the node's own outside: {facts.ids_reason}", as_root)
+    if facts.owners_mapped:
+        kept("file owners", "as in the image and as written, inside; the node's own outside")
+    else:
+        loss("file owners", "files of the image belong to nobody inside", "use Linux 5.19 or newer")
+    kept("files", "nothing of the host but /usr, read-only; no path leads out")
+    kept("processes", "only its own are seen, signalled or traced")
+    kept("privileges", "eleven capabilities in its own user namespace; none gained from files")
+    if facts.filtered:
+        kept("system call filter", "a deny list")
+    else:
+        loss("system call filter", "none: this processor's calls are not known here", "use x86_64 or aarch64")
+    memory, cpu, pids = (facts.controllers.get(name) for name in ("memory", "cpu", "pids"))
+    cgroups = (
+        "run the node as root, or in a cgroup v2 that is delegated to it (`systemd-run --user --scope -p Delegate=yes`)"
+    )
+    if memory:
+        kept("memory limit", f"by a cgroup {memory}, files included")
+    else:
+        loss("memory limit", "kept only for each process's own data: no memory cgroup can be made", cgroups)
+    if memory == "v2":
+        kept("socket memory", "counted as the sandbox's memory")
+    else:
+        found = "only of TCP, and apart from other memory" if memory else "not limited"
+        loss("socket memory", f"what waits in sockets is {found}", "boot the host with cgroup v2 alone")
+    if pids or facts.ids == "one" or (own and facts.limits_namespaces):
+        kept("pids limit", f"by a cgroup {pids}" if pids else "by RLIMIT_NPROC of the user namespace")
+    else:
+        fix = "use Linux 5.14 or newer" if own else cgroups
+        loss("pids limit", "kept for each user inside, not for all of them together", fix)
+    if cpu:
+        kept("cpu limit", f"quota and weight by a cgroup {cpu}")
+    else:
+        loss("cpu limit", "no quota and no weight: no cpu cgroup can be made", cgroups)
+    kept("disk limit", "by a tmpfs of its own, in bytes and inodes")
+    if facts.disk_fix is None:
+        kept("disk beyond memory", "by a loop file with a file system of its own")
+    else:
+        loss("disk beyond memory", "refused: no loop file can be mounted", facts.disk_fix)
+    kept("open files limit", "by RLIMIT_NOFILE; terminals by a devpts of its own")
+    if own:
+        kept("kernel objects", "inotify, message queues, pending signals are counted per sandbox")
+    else:
+        loss(
+            "kernel objects",
+            "inotify, message queues, pending signals are counted with the user's other programs",
+            as_root,
+        )
+    kept("output limit", "cut to its cap, head and tail kept, before it reaches memory")
+    kept("command trees", f"killed whole by {'cgroup.kill' if facts.kill_groups else 'a walk over the process tree'}")
+    kept("clean end", "everything ends with the first process; nothing stays behind")
+    return lines
+
+
+def losses(facts: Facts, spec: SandboxSpec) -> tuple[str, ...]:
+    """What a box made from `spec` does not get, as `Info.losses` says it: "promise: what is the case"."""
+    refused = ("disk beyond memory",)  # never a loss of a box that exists
+    found = [
+        f"{line.name}: {line.found}" for line in promises(facts) if line.state == "loss" and line.name not in refused
+    ]
+    if spec.limits.memory is None:
+        found = [loss for loss in found if not loss.startswith("memory limit:")]
+    if any(not volume.read_only for volume in spec.volumes):
+        found.append("disk bandwidth: writes to a volume are not shared out between sandboxes")
+        if facts.ids == "own":
+            found.append(
+                "privileges: set-id programs and file capabilities that it makes in a writable volume count on the "
+                "host, unless that file system is mounted nosuid"
+            )
+    if not facts.restricts_below and any(volume.read_only for volume in spec.volumes):
+        found.append("files: what is mounted below a read-only volume can be written (Linux before 5.12)")
+    return tuple(found)
