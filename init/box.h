@@ -24,6 +24,7 @@ enum step_kind {
 	STEP_LOOPBACK = 9, /* bring 127.0.0.1 up */
 	STEP_HOSTNAME = 10, /* sethostname(source) */
 	STEP_BIND = 11,  /* clone source and attach it to target, for what is visible on both sides */
+	STEP_UPPER = 12, /* target is the upper directory: PID 1 keeps it open for COPY and LIST */
 };
 
 #define ATTACH_READ_ONLY 1
@@ -53,11 +54,16 @@ struct limit {
 #define SLOTS_MAX 128
 #define LIMITS_MAX 16
 #define JOINS_MAX 8
+#define KEEPS_MAX 40
 
 struct plan {
 	uint32_t host_id; /* UINT32_MAX: stay who you are */
 	int joins[JOINS_MAX];
 	int join_count;
+	int keeps[KEEPS_MAX]; /* locks, held for life */
+	int keep_count;
+	int listener, record, upper; /* -1: none */
+	uint64_t grace_ms;	     /* after the node has gone away */
 	struct step steps[STEPS_MAX];
 	int step_count;
 	struct limit limits[LIMITS_MAX];
@@ -76,17 +82,35 @@ void step_do(struct plan *plan, const struct step *step);
 /* confine.c: in PID 1, once, after the mounts. Dies on failure. */
 void confine(const struct plan *plan);
 
-/* pid1.c: serve requests until the node goes away or the lifetime ends; never returns. */
-_Noreturn void pid1(const struct plan *plan);
+/* pid1.c: serve requests until the node has been away for too long or the lifetime ends; never returns. */
+_Noreturn void pid1(struct plan *plan);
 
-/* A child of PID 1 that is not reaped yet. */
+/* A child of PID 1 that is not reaped yet; then, a run whose exit the node has not taken note of. */
 struct child {
-	pid_t pid;
+	pid_t pid;     /* 0: reaped, `exit` says how it ended */
 	uint32_t id;   /* of the request that made it */
 	int kind;      /* CHILD_* */
 	int error_fd;  /* CHILD_RUN: exec's errno comes here; -1 otherwise */
+	struct held *held; /* what is kept until RELEASE; NULL: nothing */
+	struct reply *exit;
 };
-enum { CHILD_RUN = 1, CHILD_OPEN = 2 };
+enum { CHILD_RUN = 1, CHILD_WORK = 2 }; /* WORK answers for itself */
+
+/* hold.c: what PID 1 keeps so that a node that comes back finds it again. */
+struct held {
+	int fds[HOLDS_MAX];
+	int count;
+	char note[NOTE_MAX];
+};
+/* Keep the last `count` descriptors of the message. NULL with errno when there are not as many, or no memory. */
+struct held *hold(struct message *message, uint32_t count, const char *note);
+void let_go(struct held *held);
+/* Listeners that are kept, by the request that made them. */
+int hold_listener(uint32_t id, int sock, uint32_t port, const char *note);
+void release_listener(uint32_t id);
+void tell_listeners(void);
+/* The last word of PID 1 in its record: why it leaves. */
+void last_word(const struct plan *plan, const char *word);
 
 /* What a child could not do before exec: sent through error_fd as it stands. */
 struct failure {
@@ -95,9 +119,12 @@ struct failure {
 };
 
 /* spawn.c: fork and exec what the message asks for. 0 and *out, or an errno. Takes the message's descriptors. */
-int spawn(struct message *message, struct child *out);
+int spawn(struct message *message, const struct plan *plan, struct child *out);
 /* open.c: fork a child that opens a path and answers by itself. 0 and *out, or an errno. */
 int open_inside(const struct message *message, struct child *out);
+/* tree.c: fork a child that copies the upper directory, or lists it, and answers by itself. 0 and *out, or an errno. */
+int copy_upper(const struct message *message, int upper, struct child *out);
+int list_upper(const struct message *message, int upper, struct child *out);
 /* listen.c: a socket inside the box's network. A descriptor, or -1 with errno. */
 int listen_inside(uint32_t port);
 int connect_inside(uint32_t port);

@@ -13,6 +13,8 @@ void confine(const struct plan *plan)
 {
 	for (int i = 0; i < plan->limit_count; i++) {
 		struct rlimit limit = {plan->limits[i].soft, plan->limits[i].hard};
+		if (plan->limits[i].resource == RLIMIT_NOFILE)
+			continue; /* of commands, not of PID 1: see spawn.c */
 		if (setrlimit((__rlimit_resource_t)plan->limits[i].resource, &limit) < 0)
 			die(errno, "rlimit", "");
 	}

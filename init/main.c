@@ -27,7 +27,7 @@
 #define NAMESPACES \
 	(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
 
-static struct plan plan = {.host_id = UINT32_MAX, .caps = 0};
+static struct plan plan = {.host_id = UINT32_MAX, .listener = -1, .record = -1, .upper = -1};
 
 static _Noreturn void bad_plan(const char *what)
 {
@@ -84,6 +84,14 @@ static void parse_plan(struct message *message)
 				bad_plan("joins too many cgroups");
 			plan.joins[plan.join_count++] = passed(&field, message);
 			break;
+		case FIELD_KEEP:
+			if (plan.keep_count == KEEPS_MAX)
+				bad_plan("keeps too many descriptors");
+			plan.keeps[plan.keep_count++] = passed(&field, message);
+			break;
+		case FIELD_LISTENER: plan.listener = passed(&field, message); break;
+		case FIELD_RECORD: plan.record = passed(&field, message); break;
+		case FIELD_GRACE: bad = field_u64(&field, &plan.grace_ms); break;
 		case FIELD_RLIMIT:
 			if (plan.limit_count == LIMITS_MAX || field.length != sizeof(struct limit))
 				bad_plan("has a malformed limit");
@@ -106,12 +114,36 @@ static void parse_plan(struct message *message)
 	if (more < 0)
 		bad_plan("is malformed");
 	for (int i = 0; i < message->fd_count; i++) {
-		int joined = 0;
+		int fd = message->fds[i], named = fd == plan.listener || fd == plan.record;
 		for (int j = 0; j < plan.join_count; j++)
-			joined |= plan.joins[j] == message->fds[i];
-		if (!joined)
-			plan.slots[plan.slot_count++] = message->fds[i];
+			named |= plan.joins[j] == fd;
+		for (int j = 0; j < plan.keep_count; j++)
+			named |= plan.keeps[j] == fd;
+		if (!named)
+			plan.slots[plan.slot_count++] = fd;
 	}
+}
+
+/* Trees and cgroup files have done their work; what stays moves down to the lowest numbers and the rest is closed. */
+static void keep_descriptors(void)
+{
+	int *stay[KEEPS_MAX + 3] = {&plan.listener, &plan.record, &plan.upper};
+	int count = 3;
+
+	for (int i = 0; i < plan.keep_count; i++)
+		stay[count++] = &plan.keeps[i];
+	for (int i = 0; i < count; i++)
+		if (*stay[i] >= 0 && (*stay[i] = fcntl(*stay[i], F_DUPFD_CLOEXEC, 256)) < 0)
+			die(errno, "descriptors", "");
+	for (int i = 0; i < count; i++) {
+		if (*stay[i] >= 0 && dup3(*stay[i], CONTROL_FD + 1 + i, O_CLOEXEC) < 0)
+			die(errno, "descriptors", "");
+		if (*stay[i] >= 0)
+			*stay[i] = CONTROL_FD + 1 + i;
+		else
+			close(CONTROL_FD + 1 + i);
+	}
+	syscall(SYS_close_range, CONTROL_FD + 1 + count, ~0u, 0);
 }
 
 static void receive(struct message *message, uint32_t type)
@@ -146,7 +178,7 @@ static _Noreturn void inside(void)
 	for (int i = 0; i < plan.step_count; i++)
 		step_do(&plan, &plan.steps[i]);
 	umask(022);
-	syscall(SYS_close_range, CONTROL_FD + 1, ~0u, 0); /* trees and cgroup files have done their work */
+	keep_descriptors();
 	confine(&plan);
 
 	reply_start(&ready, FRAME_READY, 0);

@@ -228,6 +228,10 @@ void step_do(struct plan *plan, const struct step *step)
 	}
 	case STEP_ATTACH: attach(*slot_of(plan, step), step->target, step->head.flags); break;
 	case STEP_BIND: bind_step(step); break;
+	case STEP_UPPER:
+		if ((plan->upper = open(step->target, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0)
+			die(errno, "open", step->target);
+		break;
 	case STEP_PIVOT: pivot_step(step); break;
 	case STEP_DETACH: detach_step(); break;
 	case STEP_LOOPBACK: loopback_step(); break;

@@ -82,6 +82,6 @@ int open_inside(const struct message *message, struct child *out)
 		reply_u32(&reply, FIELD_ERRNO, (uint32_t)error);
 		_exit(reply_send(CONTROL_FD, &reply, fd) < 0 ? 1 : 0);
 	}
-	*out = (struct child){pid, message->head.id, CHILD_OPEN, -1};
+	*out = (struct child){pid, message->head.id, CHILD_WORK, -1, NULL, NULL};
 	return 0;
 }

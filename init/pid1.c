@@ -1,5 +1,6 @@
 /* PID 1 of the box: one poll over signals and the control socket. It reaps, reports, starts what it is asked to start,
- * and never exits because of a request. It ends the box when the node goes away or the lifetime is over. */
+ * and never exits because of a request. It ends the box when its lifetime is over, or when the node has been away for
+ * longer than the grace; a node that comes back in time is told what is held for it. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
@@ -12,6 +13,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -39,17 +41,24 @@ static int remember(struct child child)
 static struct child *child_by_pid(pid_t pid)
 {
 	for (int i = 0; i < child_count; i++)
-		if (children[i].pid == pid)
+		if (children[i].pid == pid && !children[i].exit)
 			return &children[i];
 	return NULL;
 }
 
-static struct child *child_by_run(uint32_t id)
+static struct child *child_by_id(uint32_t id)
 {
 	for (int i = 0; i < child_count; i++)
-		if (children[i].id == id && children[i].kind == CHILD_RUN)
+		if (children[i].id == id)
 			return &children[i];
 	return NULL;
+}
+
+static void forget(struct child *child)
+{
+	let_go(child->held);
+	free(child->exit);
+	*child = children[--child_count];
 }
 
 /* The node going away shows as an error here and as a hang-up in the poll, which ends the box: nothing to do. */
@@ -63,16 +72,11 @@ static void answer(uint32_t id, int error, int fd)
 }
 
 /* The one place where a wait status becomes words for the node. */
-static void report(const struct child *child, int status, const struct rusage *usage)
+static void word_exit(const struct child *child, int status, const struct rusage *usage, struct reply *words)
 {
 	struct failure failure = {0};
 	struct reply reply;
 
-	if (child->kind == CHILD_OPEN) {
-		if (status != 0) /* it died before it could answer */
-			answer(child->id, EIO, -1);
-		return;
-	}
 	reply_start(&reply, FRAME_EXITED, child->id);
 	if (read(child->error_fd, &failure, sizeof failure) == (ssize_t)sizeof failure) {
 		failure.step[sizeof failure.step - 1] = 0;
@@ -86,8 +90,30 @@ static void report(const struct child *child, int status, const struct rusage *u
 	reply_u64(&reply, FIELD_CPU_US,
 		  (uint64_t)(usage->ru_utime.tv_sec + usage->ru_stime.tv_sec) * 1000000u +
 			  (uint64_t)(usage->ru_utime.tv_usec + usage->ru_stime.tv_usec));
-	(void)reply_send(CONTROL_FD, &reply, -1);
+	*words = reply;
+}
+
+/* It is over: the node is told, at once and, if it wants the run held, again whenever a node comes back. */
+static void report(struct child *child, int status, const struct rusage *usage)
+{
+	struct reply words;
+
+	if (child->kind == CHILD_WORK) {
+		if (status != 0) /* it died before it could answer */
+			answer(child->id, EIO, -1);
+		forget(child);
+		return;
+	}
+	word_exit(child, status, usage, &words);
 	close(child->error_fd);
+	child->error_fd = -1;
+	(void)reply_send(CONTROL_FD, &words, -1);
+	if (!child->held || !(child->exit = malloc(sizeof words))) {
+		forget(child);
+		return;
+	}
+	*child->exit = words;
+	child->pid = 0;
 }
 
 static void reap(void)
@@ -101,7 +127,6 @@ static void reap(void)
 		if (!child)
 			continue; /* an orphan that was adopted */
 		report(child, status, &usage);
-		*child = children[--child_count];
 	}
 }
 
@@ -187,10 +212,12 @@ static void kill_request(const struct message *message)
 
 	while ((more = field_next(message, &offset, &field)) > 0) {
 		if (field.key == FIELD_RUN && field_u32(&field, &run) == 0)
-			child = child_by_run(run);
+			child = child_by_id(run);
 		if (field.key == FIELD_FLAGS && field_u32(&field, &flags) < 0)
 			flags = 0;
 	}
+	if (child && child->exit)
+		child = NULL; /* over already */
 	if (child && flags & KILL_ONLY_ITSELF)
 		kill(child->pid, SIGKILL);
 	else if (child)
@@ -201,27 +228,72 @@ static void kill_request(const struct message *message)
 static void socket_request(const struct message *message)
 {
 	struct view field;
-	uint32_t offset = 0, port = 0;
+	const char *note = "";
+	uint32_t offset = 0, port = 0, held = 0;
 
-	while (field_next(message, &offset, &field) > 0)
+	while (field_next(message, &offset, &field) > 0) {
 		if (field.key == FIELD_PORT && field_u32(&field, &port) < 0)
 			port = 0;
+		if (field.key == FIELD_HOLD && field_u32(&field, &held) < 0)
+			held = 0;
+		if (field.key == FIELD_NOTE && field_string(&field, &note) < 0)
+			note = "";
+	}
 	int sock = message->head.type == FRAME_LISTEN ? listen_inside(port) : connect_inside(port);
-	answer(message->head.id, sock < 0 ? errno : 0, sock);
+	int error = sock < 0 ? errno : 0;
+	if (sock >= 0 && held && hold_listener(message->head.id, sock, port, note) < 0)
+		error = errno;
+	answer(message->head.id, error, error ? -1 : sock);
 	if (sock >= 0)
 		close(sock);
 }
 
-static void start_request(struct message *message)
+static void release_request(const struct message *message)
 {
-	struct child child;
-	int spawned = message->head.type == FRAME_SPAWN;
-	int error = spawned ? spawn(message, &child) : open_inside(message, &child);
+	struct view field;
+	uint32_t offset = 0, run = 0;
 
+	while (field_next(message, &offset, &field) > 0)
+		if (field.key == FIELD_RUN && field_u32(&field, &run) < 0)
+			run = 0;
+	struct child *child = child_by_id(run);
+	if (child && child->exit) {
+		forget(child);
+	} else if (child) { /* the node gives it up before its end: nothing is held any more */
+		let_go(child->held);
+		child->held = NULL;
+	}
+	release_listener(run);
+}
+
+static void signal_request(const struct message *message)
+{
+	struct view field;
+	uint32_t offset = 0, number = 0;
+
+	while (field_next(message, &offset, &field) > 0)
+		if (field.key == FIELD_SIGNAL && field_u32(&field, &number) < 0)
+			number = 0;
+	int error = number > 0 && number < 65 && kill(-1, (int)number) < 0 && errno != ESRCH ? errno : 0;
+	answer(message->head.id, number > 0 && number < 65 ? error : EINVAL, -1);
+}
+
+static void start_request(struct message *message, const struct plan *plan)
+{
+	struct child child = {0};
+	int spawned = message->head.type == FRAME_SPAWN, error;
+
+	switch (message->head.type) {
+	case FRAME_SPAWN: error = spawn(message, plan, &child); break;
+	case FRAME_COPY: error = copy_upper(message, plan->upper, &child); break;
+	case FRAME_LIST: error = list_upper(message, plan->upper, &child); break;
+	default: error = open_inside(message, &child);
+	}
 	if (!error && (error = remember(child))) {
 		kill(child.pid, SIGKILL);
 		if (child.error_fd >= 0)
 			close(child.error_fd);
+		let_go(child.held);
 	}
 	if (error || spawned) {
 		struct reply reply;
@@ -233,18 +305,6 @@ static void start_request(struct message *message)
 	}
 }
 
-static void serve(struct message *message)
-{
-	switch (message->head.type) {
-	case FRAME_SPAWN:
-	case FRAME_OPEN: start_request(message); break;
-	case FRAME_KILL: kill_request(message); break;
-	case FRAME_LISTEN:
-	case FRAME_CONNECT: socket_request(message); break;
-	default: answer(message->head.id, EBADMSG, -1);
-	}
-}
-
 static uint64_t now_ms(void)
 {
 	struct timespec now;
@@ -253,40 +313,128 @@ static uint64_t now_ms(void)
 	return (uint64_t)now.tv_sec * 1000u + (uint64_t)now.tv_nsec / 1000000u;
 }
 
-_Noreturn void pid1(const struct plan *plan)
+static void claim_request(const struct message *message, struct plan *plan, uint64_t *end)
+{
+	struct view field;
+	uint64_t lifetime = 0;
+	uint32_t offset = 0;
+	int bad = 0;
+
+	while (field_next(message, &offset, &field) > 0) {
+		if (field.key == FIELD_LIFETIME)
+			bad |= field_u64(&field, &lifetime);
+		if (field.key == FIELD_GRACE)
+			bad |= field_u64(&field, &plan->grace_ms);
+	}
+	if (!bad)
+		*end = lifetime ? now_ms() + lifetime : 0;
+	answer(message->head.id, bad ? EBADMSG : 0, -1);
+}
+
+static void serve(struct message *message, struct plan *plan, uint64_t *end)
+{
+	switch (message->head.type) {
+	case FRAME_SPAWN:
+	case FRAME_COPY:
+	case FRAME_LIST:
+	case FRAME_OPEN: start_request(message, plan); break;
+	case FRAME_KILL: kill_request(message); break;
+	case FRAME_RELEASE: release_request(message); break;
+	case FRAME_SIGNAL: signal_request(message); break;
+	case FRAME_CLAIM: claim_request(message, plan, end); break;
+	case FRAME_LISTEN:
+	case FRAME_CONNECT: socket_request(message); break;
+	default: answer(message->head.id, EBADMSG, -1);
+	}
+}
+
+/* A node has come: it takes the place of the one that is gone, and is told what is held. */
+static void welcome(const struct plan *plan)
+{
+	struct reply ready;
+	int node = accept4(plan->listener, NULL, NULL, SOCK_CLOEXEC);
+
+	if (node < 0)
+		return;
+	dup3(node, CONTROL_FD, O_CLOEXEC);
+	close(node);
+	for (int i = 0; i < child_count; i++) {
+		struct child *child = &children[i];
+		struct reply reply;
+		if (!child->held)
+			continue;
+		reply_start(&reply, FRAME_HELD, child->id);
+		reply_u32(&reply, FIELD_PID, (uint32_t)child->pid);
+		reply_string(&reply, FIELD_NOTE, child->held->note);
+		(void)reply_send_all(CONTROL_FD, &reply, child->held->fds, child->held->count);
+		if (child->exit)
+			(void)reply_send(CONTROL_FD, child->exit, -1);
+	}
+	tell_listeners();
+	reply_start(&ready, FRAME_READY, 0);
+	(void)reply_send(CONTROL_FD, &ready, -1);
+}
+
+/* PID 1's death is the box's death: the kernel kills the rest. It exits with 0 at the end of its lifetime only. */
+static _Noreturn void leave(const struct plan *plan, const char *word, int status)
+{
+	last_word(plan, word);
+	_exit(status);
+}
+
+/* Milliseconds to wait for, at most a minute; the sooner of two moments, of which 0 is none. */
+static int until(uint64_t first, uint64_t second)
+{
+	uint64_t moment = !first || (second && second < first) ? second : first, now = now_ms();
+
+	if (!moment)
+		return -1;
+	return moment <= now ? 0 : moment - now > 60000 ? 60000 : (int)(moment - now);
+}
+
+_Noreturn void pid1(struct plan *plan)
 {
 	sigset_t child_signal;
-	uint64_t end = plan->lifetime_ms ? now_ms() + plan->lifetime_ms : 0;
+	uint64_t end = plan->lifetime_ms ? now_ms() + plan->lifetime_ms : 0, alone_until = 0;
 
 	sigemptyset(&child_signal);
 	sigaddset(&child_signal, SIGCHLD);
 	int signals = signalfd(-1, &child_signal, SFD_CLOEXEC | SFD_NONBLOCK);
-	struct pollfd waits[2] = {{CONTROL_FD, POLLIN, 0}, {signals, POLLIN, 0}};
+	/* While a node is there nobody else is let in. The dead one's socket stays where it is: what is said goes nowhere. */
+	struct pollfd waits[3] = {{CONTROL_FD, POLLIN, 0}, {signals, POLLIN, 0}, {-1, POLLIN, 0}};
 
 	for (;;) {
-		int timeout = -1;
-		if (end) {
-			uint64_t now = now_ms();
-			if (now >= end)
-				_exit(0); /* PID 1's death is the box's death: the kernel kills the rest. Only here is it 0 */
-			timeout = end - now > 60000 ? 60000 : (int)(end - now);
-		}
-		if (poll(waits, 2, timeout) < 0 && errno != EINTR)
+		if (poll(waits, 3, until(end, alone_until)) < 0 && errno != EINTR)
 			_exit(1);
+		if (end && now_ms() >= end)
+			leave(plan, "lifetime\n", 0);
+		if (alone_until && now_ms() >= alone_until)
+			leave(plan, "orphaned\n", 1);
 		if (waits[1].revents) {
 			struct signalfd_siginfo info[8];
 			while (read(signals, info, sizeof info) > 0)
 				;
 			reap();
 		}
-		if (waits[0].revents) {
+		if (waits[2].revents) {
+			welcome(plan);
+			alone_until = 0;
+			waits[0].fd = CONTROL_FD;
+			waits[2].fd = -1;
+			continue;
+		}
+		if (waits[0].fd >= 0 && waits[0].revents) {
 			struct message message;
 			int got = wire_receive(CONTROL_FD, &message);
-			if (got == 0 || (got < 0 && errno != ENOMEM))
-				_exit(1); /* the node is gone, or speaks no frames: nobody will ask again */
 			if (got > 0) {
-				serve(&message);
+				serve(&message, plan, &end);
 				message_free(&message);
+			} else if (got == 0 || errno != ENOMEM) { /* the node is gone, or speaks no frames */
+				if (!plan->grace_ms || plan->listener < 0)
+					leave(plan, "orphaned\n", 1);
+				alone_until = now_ms() + plan->grace_ms;
+				waits[0].fd = -1;
+				waits[2].fd = plan->listener;
 			}
 		}
 	}

@@ -14,8 +14,8 @@
 
 struct request {
 	char **argv, **env;
-	const char *cwd;
-	uint32_t user;
+	const char *cwd, *note;
+	uint32_t user, holds;
 };
 
 /* 0, or EBADMSG / ENOMEM. The vectors point into the message. */
@@ -55,6 +55,14 @@ static int parse(const struct message *message, struct request *request)
 			if (field_string(&field, &request->cwd) < 0)
 				return EBADMSG;
 			break;
+		case FIELD_HOLD:
+			if (field_u32(&field, &request->holds) < 0)
+				return EBADMSG;
+			break;
+		case FIELD_NOTE:
+			if (field_string(&field, &request->note) < 0)
+				return EBADMSG;
+			break;
 		case FIELD_USER:
 			if (field_u32(&field, &request->user) < 0)
 				return EBADMSG;
@@ -75,7 +83,8 @@ static _Noreturn void give_up(int error_fd, const char *step)
 	_exit(127);
 }
 
-static _Noreturn void child(const struct message *message, const struct request *request, int error_fd)
+static _Noreturn void child(const struct message *message, const struct request *request, const struct plan *plan,
+			    int error_fd)
 {
 	sigset_t none;
 	int top;
@@ -111,6 +120,12 @@ static _Noreturn void child(const struct message *message, const struct request 
 	if (request->user && (setresgid(request->user, request->user, request->user) < 0 ||
 			      setresuid(request->user, request->user, request->user) < 0))
 		give_up(top, "user");
+	/* Not PID 1's own limit: it holds descriptors for every command. */
+	for (int i = 0; i < plan->limit_count; i++) {
+		struct rlimit limit = {plan->limits[i].soft, plan->limits[i].hard};
+		if (plan->limits[i].resource == RLIMIT_NOFILE && setrlimit(RLIMIT_NOFILE, &limit) < 0)
+			give_up(top, "rlimit");
+	}
 	if (request->cwd && chdir(request->cwd) < 0)
 		give_up(top, "chdir");
 	for (int sig = 1; sig < 65; sig++)
@@ -122,11 +137,14 @@ static _Noreturn void child(const struct message *message, const struct request 
 	give_up(top, "exec");
 }
 
-int spawn(struct message *message, struct child *out)
+int spawn(struct message *message, const struct plan *plan, struct child *out)
 {
 	struct request request = {0};
+	struct held *held = NULL;
 	int pipes[2], error = parse(message, &request);
 
+	if (!error && request.holds && !(held = hold(message, request.holds, request.note)))
+		error = errno;
 	if (!error && message->fd_count < 3)
 		error = EBADMSG;
 	if (!error && pipe2(pipes, O_CLOEXEC | O_NONBLOCK) < 0)
@@ -134,14 +152,16 @@ int spawn(struct message *message, struct child *out)
 	if (!error) {
 		pid_t pid = fork();
 		if (pid == 0)
-			child(message, &request, pipes[1]);
+			child(message, &request, plan, pipes[1]);
 		if (pid < 0) {
 			error = errno;
 			close(pipes[0]);
 		}
 		close(pipes[1]);
-		*out = (struct child){pid, message->head.id, CHILD_RUN, pipes[0]};
+		*out = (struct child){pid, message->head.id, CHILD_RUN, pipes[0], held, NULL};
 	}
+	if (error)
+		let_go(held);
 	free(request.argv);
 	free(request.env);
 	return error;

@@ -168,8 +168,13 @@ void reply_string(struct reply *reply, uint16_t key, const char *value)
 
 int reply_send(int sock, const struct reply *reply, int fd)
 {
+	return reply_send_all(sock, reply, &fd, fd >= 0);
+}
+
+int reply_send_all(int sock, const struct reply *reply, const int *fds, int count)
+{
 	union {
-		char space[CMSG_SPACE(sizeof(int))];
+		char space[CMSG_SPACE(sizeof(int) * HOLDS_MAX)];
 		struct cmsghdr align;
 	} control;
 	struct iovec io[2] = {{(void *)&reply->head, sizeof reply->head}, {(void *)reply->body, reply->head.length}};
@@ -177,15 +182,15 @@ int reply_send(int sock, const struct reply *reply, int fd)
 	size_t size = sizeof reply->head + reply->head.length;
 	ssize_t sent;
 
-	if (fd >= 0) {
+	if (count > 0) {
 		memset(&control, 0, sizeof control);
 		msg.msg_control = control.space;
-		msg.msg_controllen = sizeof control.space;
+		msg.msg_controllen = CMSG_SPACE(sizeof(int) * (size_t)count);
 		struct cmsghdr *c = CMSG_FIRSTHDR(&msg);
 		c->cmsg_level = SOL_SOCKET;
 		c->cmsg_type = SCM_RIGHTS;
-		c->cmsg_len = CMSG_LEN(sizeof fd);
-		memcpy(CMSG_DATA(c), &fd, sizeof fd);
+		c->cmsg_len = CMSG_LEN(sizeof(int) * (size_t)count);
+		memcpy(CMSG_DATA(c), fds, sizeof(int) * (size_t)count);
 	}
 	do
 		sent = sendmsg(sock, &msg, MSG_NOSIGNAL);

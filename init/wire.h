@@ -14,12 +14,18 @@ enum frame {
 	FRAME_LISTEN = 5,
 	FRAME_CONNECT = 6,
 	FRAME_OPEN = 7,
+	FRAME_RELEASE = 8, /* let go of what is held for a run or a listener; no answer */
+	FRAME_SIGNAL = 9,  /* send a signal to everything in the box but PID 1 */
+	FRAME_COPY = 10,   /* copy the upper directory */
+	FRAME_LIST = 11,   /* list it */
+	FRAME_CLAIM = 12,  /* a parked box gets its lifetime and grace */
 	/* box to node */
 	FRAME_PID = 100,
 	FRAME_READY = 101,
 	FRAME_DONE = 102,
 	FRAME_EXITED = 103,
 	FRAME_FAILED = 104,
+	FRAME_HELD = 105, /* to a node that adopts the box: a run or a listener, with its descriptors */
 };
 
 enum field {
@@ -31,6 +37,7 @@ enum field {
 	FIELD_SETUID = 6,  /* u32: 1 leaves no_new_privs off */
 	FIELD_SECCOMP = 7, /* struct sock_filter[] */
 	FIELD_LIFETIME = 8, /* u64 milliseconds after which the box ends itself */
+	FIELD_KEEP = 9,    /* u32: index of a passed descriptor that PID 1 shall hold for life, a lock */
 	FIELD_ARG = 10,    /* string: argv */
 	FIELD_ENV = 11,    /* string: environment */
 	FIELD_CWD = 12,    /* string */
@@ -41,6 +48,11 @@ enum field {
 	FIELD_FLAGS = 17,  /* u32: open(2) flags; of KILL: KILL_ONLY_ITSELF */
 	FIELD_MODE = 18,   /* u32 */
 	FIELD_PARENTS = 19, /* u32: 1 makes missing directories */
+	FIELD_LISTENER = 20, /* u32: index of a passed listening socket, on which a new node may come */
+	FIELD_RECORD = 21, /* u32: index of a passed file whose end gets PID 1's last word */
+	FIELD_GRACE = 22,  /* u64 milliseconds that the box outlives its node */
+	FIELD_HOLD = 23,   /* u32: how many of the last descriptors PID 1 keeps until RELEASE; of LISTEN: 1 keeps the listener */
+	FIELD_NOTE = 24,   /* string: the node's own, told again with HELD */
 	/* answers */
 	FIELD_ERRNO = 30,  /* u32 */
 	FIELD_WORDS = 31,  /* string: which step failed, on what, and what that means here */
@@ -48,6 +60,8 @@ enum field {
 	FIELD_SIGNAL = 33, /* u32: ended by this signal */
 	FIELD_CPU_US = 34, /* u64: user and system time, with the children it waited for */
 	FIELD_PID = 35,    /* u32 */
+	FIELD_BYTES = 36,  /* u64: of files that were copied */
+	FIELD_FILES = 37,  /* u32: how many entries were copied */
 };
 
 struct header {
@@ -69,6 +83,10 @@ struct field_head {
 #define FRAME_MAX (16u << 20)
 /* Descriptors on one frame. */
 #define FDS_MAX 64
+/* Of them, those that PID 1 keeps for a run: what its output comes from and goes to. */
+#define HOLDS_MAX 8
+/* Longest note that is kept. */
+#define NOTE_MAX 1024
 
 struct message {
 	struct header head;
@@ -105,5 +123,7 @@ void reply_u64(struct reply *reply, uint16_t key, uint64_t value);
 void reply_string(struct reply *reply, uint16_t key, const char *value);
 /* fd < 0: none. 0 on success, -1 with errno. */
 int reply_send(int sock, const struct reply *reply, int fd);
+/* The same with several, at most HOLDS_MAX. */
+int reply_send_all(int sock, const struct reply *reply, const int *fds, int count);
 
 #endif

@@ -14,7 +14,7 @@ from sandlot.errors import SandlotError
 @pytest.fixture(scope="session")
 def native_reason(tmp_path_factory: pytest.TempPathFactory) -> str | None:
     """None where native boxes can be made, else why not, as the driver says it. Found by making one."""
-    from sandlot.drivers.native.box import NativeDriver
+    from sandlot.drivers.native.driver import NativeDriver
 
     async def one_box(directory: Path) -> None:
         driver = NativeDriver(directory)

@@ -29,7 +29,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sandlot.api import Info, Limits, NodeAPI, RunResult, Stats, Target, Volume
+from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, RunResult, Stats, Target, Volume
 from sandlot.sandbox import Sandbox
 
 T = TypeVar("T")
@@ -117,6 +117,9 @@ def twin(method: ast.AsyncFunctionDef, source: list[str]) -> str:
     if returns == "Sandbox":
         waited = f"cls({waited})"
         head = [line.replace("-> Sandbox:", "-> SyncSandbox:") for line in head]
+    if returns == "list[Sandbox]":
+        waited = f"[SyncSandbox(each) for each in {waited}]"
+        head = [line.replace("-> list[Sandbox]:", "-> list[SyncSandbox]:") for line in head]
     lines = ["    @classmethod"] if is_class else []
     return "\n".join([*lines, *head, f"        {'' if returns == 'None' else 'return '}{waited}"])
 

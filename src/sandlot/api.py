@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import posixpath
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Protocol
 
@@ -176,6 +176,12 @@ class Run(Model):
         le=MOST_OUTPUT,
         description="bytes kept of each stream: its head and its tail; None: as the sandbox's `limits.output` says",
     )
+    key: str | None = Field(
+        default=None,
+        pattern=r"^[!-~]{1,100}$",
+        description="a run with a key is started once, however often it is asked for: who asks again gets the first "
+        "one's result, from a server that was killed and started again too. It goes on when its caller goes away",
+    )
 
 
 class Output(Model):
@@ -239,7 +245,7 @@ class Info(Model):
 
     id: str
     image: str
-    state: Literal["running", "ended"]
+    state: Literal["running", "paused", "ended"]
     created_at: float = Field(description="Unix time, seconds")
     ended_at: float | None = None
     ending: Ending | None = None
@@ -257,6 +263,41 @@ class Stats(Model):
     pids: int | None = None
     disk: int = Field(default=0, description="bytes of files it wrote and still has")
     inodes: int = 0
+
+
+class ImageInfo(Model):
+    """An image that boxes start from."""
+
+    name: str
+    base: str = Field(description="the image that it lies over; its own name for one that lies over nothing")
+    created_at: float = Field(description="Unix time, seconds")
+    bytes: int = Field(default=0, description="of the files in its own layers")
+    files: int = Field(default=0, description="entries in its own layers, directories included")
+    layers: int = Field(default=0, description="how many layers lie over the base")
+
+
+class Warm(Model):
+    """Sandboxes that are kept ready: `create` of such a one takes a quarter of the time."""
+
+    image: str = "host"
+    profile: Profile = Profile.DEFAULT
+    size: int = Field(ge=1, le=1000, description="how many wait")
+
+
+class PoolInfo(Warm):
+    """How a pool of warm sandboxes does."""
+
+    ready: int
+    hits: int = Field(description="creates that it served")
+    misses: int = Field(description="creates that fit it and found none ready")
+
+
+class Change(Model):
+    """One path that differs from the image."""
+
+    path: str
+    kind: Literal["added", "changed", "deleted"]
+    directory: bool = False
 
 
 class Capability(Model):
@@ -313,6 +354,47 @@ class NodeAPI(Protocol):
 
     async def route(self, sandbox_id: str, port: int, target: Target) -> None:
         """Serve `target` on 127.0.0.1:port inside the sandbox, which needs no network for it. Raises Conflict."""
+        ...
+
+    async def reset(self, sandbox_id: str, image: str | None = None) -> Info:
+        """Back to its image, or to another one such as a snapshot: every process ends, every file that was written is
+        gone; id, limits, labels and routes stay. Raises NotFound (image), and then nothing has changed."""
+        ...
+
+    async def snapshot(self, sandbox_id: str, name: str) -> ImageInfo:
+        """Make an image of its files as they are now; nothing runs meanwhile. Raises Conflict: the name is taken."""
+        ...
+
+    async def fork(self, sandbox_id: str, count: int = 1) -> list[Info]:
+        """So many new sandboxes like this one, with its files as they are now and none of its processes."""
+        ...
+
+    async def diff(self, sandbox_id: str) -> list[Change]:
+        """What differs from its image. Does not renew its idle time."""
+        ...
+
+    async def pause(self, sandbox_id: str) -> Info:
+        """Stop every process where it is; files can be read and written, nothing can be run. Idempotent."""
+        ...
+
+    async def resume(self, sandbox_id: str) -> Info:
+        """Let them go on. Idempotent."""
+        ...
+
+    async def images(self) -> list[ImageInfo]:
+        """The snapshots that can be started from."""
+        ...
+
+    async def delete_image(self, name: str) -> None:
+        """Delete a snapshot; sandboxes made from it live on. Raises NotFound."""
+        ...
+
+    def export_image(self, name: str) -> AsyncIterator[bytes]:
+        """What a snapshot holds over its base, as a tar in the form of an OCI layer. Raises NotFound."""
+        ...
+
+    async def pools(self) -> list[PoolInfo]:
+        """The warm sandboxes that wait to be handed out."""
         ...
 
     async def destroy(self, sandbox_id: str, ending: Ending = Ending.EXIT) -> Info:

@@ -2,7 +2,8 @@
 
 It owns its connections, and one listener of this process where an in-process application answers for a sandbox. It
 promises the node's own results and errors, that every call has a deadline, and that a create which is cancelled leaves
-nothing on the server. It never retries: a request that may have run is not sent twice.
+nothing on the server. It never retries a request that may have run, unless that is a run with a key, which the server
+starts once however often it is asked: then a server that is killed and started again is not noticed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import secrets
 import socket
+from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -22,9 +24,12 @@ from sandlot.aio import shielded
 from sandlot.api import (
     AsgiApp,
     Capability,
+    Change,
     Ending,
+    ImageInfo,
     Info,
     Message,
+    PoolInfo,
     Run,
     RunResult,
     SandboxSpec,
@@ -50,6 +55,11 @@ T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
 _CREATE_SECONDS = 70.0
 _STEP_SECONDS = 40.0
+_COPY_SECONDS = 1830.0
+
+# How long a run with a key waits for a server that does not answer, and how often it looks (seconds).
+_AWAY_SECONDS = 60.0
+_AWAY_STEP = 0.25
 
 # An idle connection is dropped here before the server would do it (asgi.KEEP_ALIVE_SECONDS).
 _IDLE_SECONDS = 30.0
@@ -57,6 +67,10 @@ _IDLE_SECONDS = 30.0
 _INFO = TypeAdapter(Info)
 _STATS = TypeAdapter(Stats)
 _INFOS = TypeAdapter(list[Info])
+_IMAGE = TypeAdapter(ImageInfo)
+_IMAGES = TypeAdapter(list[ImageInfo])
+_CHANGES = TypeAdapter(list[Change])
+_POOLS = TypeAdapter(list[PoolInfo])
 _RESULT = TypeAdapter(RunResult)
 _CAPABILITIES = TypeAdapter(list[Capability])
 _COUNTS = TypeAdapter(dict[str, int])
@@ -107,20 +121,74 @@ class HttpNode:
     async def info(self, sandbox_id: str) -> Info:
         return await self._call("GET", _path(sandbox_id), _INFO, f"asking about {sandbox_id}")
 
+    async def reset(self, sandbox_id: str, image: str | None = None) -> Info:
+        path = _path(sandbox_id, "reset")
+        content = json.dumps({"image": image})
+        return await self._call("POST", path, _INFO, f"resetting {sandbox_id}", _CREATE_SECONDS, content=content)
+
+    async def snapshot(self, sandbox_id: str, name: str) -> ImageInfo:
+        path = _path(sandbox_id, "snapshot")
+        content = json.dumps({"name": name})
+        return await self._call("POST", path, _IMAGE, f"snapshot of {sandbox_id}", _COPY_SECONDS, content=content)
+
+    async def fork(self, sandbox_id: str, count: int = 1) -> list[Info]:
+        path = _path(sandbox_id, "fork")
+        content = json.dumps({"count": count})
+        return await self._call("POST", path, _INFOS, f"forking {sandbox_id}", _COPY_SECONDS, content=content)
+
+    async def diff(self, sandbox_id: str) -> list[Change]:
+        return await self._call("GET", _path(sandbox_id, "diff"), _CHANGES, f"diff of {sandbox_id}", _COPY_SECONDS)
+
+    async def pause(self, sandbox_id: str) -> Info:
+        return await self._call("POST", _path(sandbox_id, "pause"), _INFO, f"pausing {sandbox_id}")
+
+    async def resume(self, sandbox_id: str) -> Info:
+        return await self._call("POST", _path(sandbox_id, "resume"), _INFO, f"resuming {sandbox_id}")
+
+    async def images(self) -> list[ImageInfo]:
+        return await self._call("GET", "/v1/images", _IMAGES, "listing images")
+
+    async def delete_image(self, name: str) -> None:
+        await self._send("DELETE", f"/v1/images/{quote(name, safe='')}", f"deleting {name}", _COPY_SECONDS)
+
+    async def export_image(self, name: str) -> AsyncIterator[bytes]:
+        what = f"exporting {name}"
+        try:
+            timeout = httpx2.Timeout(_STEP_SECONDS, read=_COPY_SECONDS)
+            async with self._client.stream("GET", f"/v1/images/{quote(name, safe='')}/tar", timeout=timeout) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                    raise _refusal(answer)
+                async for chunk in answer.aiter_bytes():
+                    yield chunk
+        except httpx2.TransportError as error:
+            raise self._broken(error, what) from None
+
+    async def pools(self) -> list[PoolInfo]:
+        return await self._call("GET", "/v1/pools", _POOLS, "asking for the warm pools")
+
     async def stats(self, sandbox_id: str) -> Stats:
         return await self._call("GET", _path(sandbox_id, "stats"), _STATS, f"asking what {sandbox_id} uses")
 
     async def run(self, sandbox_id: str, run: Run) -> RunResult:
         # Start, the command itself, and killing it at its timeout.
         seconds = None if run.timeout is None else run.timeout + 2 * _STEP_SECONDS
-        return await self._call(
-            "POST",
-            _path(sandbox_id, "run"),
-            _RESULT,
-            f"running {run.argv[0]} in {sandbox_id}",
-            seconds,
-            content=run.model_dump_json(exclude_unset=True),
-        )
+        loop = asyncio.get_running_loop()
+        until = loop.time() + (_AWAY_SECONDS if run.key is not None else 0)
+        while True:
+            try:
+                return await self._call(
+                    "POST",
+                    _path(sandbox_id, "run"),
+                    _RESULT,
+                    f"running {run.argv[0]} in {sandbox_id}",
+                    seconds,
+                    content=run.model_dump_json(exclude_unset=True),
+                )
+            except Unreachable:
+                if loop.time() >= until:
+                    raise
+            await asyncio.sleep(_AWAY_STEP)  # nobody can say when a server that is gone will be back
 
     async def read_file(self, sandbox_id: str, path: str) -> bytes:
         return await self._send(
@@ -201,20 +269,28 @@ class HttpNode:
         timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             response = await self._client.request(method, path, headers=headers, timeout=timeout, **request)
-        except (httpx2.ConnectError, httpx2.ConnectTimeout):
-            raise Unreachable(f"no server answers at {self._url}", "`sandlot serve` starts one") from None
-        except httpx2.TimeoutException:
-            raise DeadlineExceeded(f"{doing} did not finish within {seconds:g} s") from None
         except httpx2.TransportError as error:
-            broke = f"the server at {self._url} broke the connection while {doing}: {type(error).__name__}"
-            raise Unreachable(broke, "look at what `sandlot serve` printed") from None
+            if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
+                raise DeadlineExceeded(f"{doing} did not finish within {seconds:g} s") from None
+            raise self._broken(error, doing) from None
         if response.is_success:
             return response.content
-        try:
-            body = response.json()
-        except ValueError:
-            body = None
-        raise from_wire(body, response.status_code)
+        raise _refusal(response)
+
+    def _broken(self, error: httpx2.TransportError, doing: str) -> SandlotError:
+        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+            return Unreachable(f"no server answers at {self._url}", "`sandlot serve` starts one")
+        broke = f"the server at {self._url} broke the connection while {doing}: {type(error).__name__}"
+        return Unreachable(broke, "look at what `sandlot serve` printed")
+
+
+def _refusal(response: httpx2.Response) -> SandlotError:
+    """The server's own error."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    return from_wire(body, response.status_code)
 
 
 def _path(sandbox_id: str, rest: str = "") -> str:

@@ -16,7 +16,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from sandlot.aio import shielded
-from sandlot.api import Info, Limits, NodeAPI, Run, RunResult, SandboxSpec, Stats, Target, Volume
+from sandlot.api import (
+    Change,
+    ImageInfo,
+    Info,
+    Limits,
+    NodeAPI,
+    Run,
+    RunResult,
+    SandboxSpec,
+    Stats,
+    Target,
+    Volume,
+    Warm,
+)
 from sandlot.errors import invalid
 
 
@@ -98,12 +111,14 @@ class Sandbox:
         timeout: float | None = 300.0,
         user: int = 0,
         output_cap: int | None = None,
+        key: str | None = None,
     ) -> RunResult:
         """Run a command to its end. Text is run by `sh -c`; a sequence is a program and its arguments.
 
         A failure of the command is in the result, never an exception: `exit_code`, `signal`, `timed_out`, `oom`. Of
         each stream `output_cap` bytes are kept (None: the sandbox's `limits.output`). `timeout` is in seconds; None: as
-        long as the sandbox lives.
+        long as the sandbox lives. A run with a `key` is started once, however often it is asked for, and goes on when
+        its caller goes away.
         """
         try:
             run = Run(
@@ -114,6 +129,7 @@ class Sandbox:
                 timeout=timeout,
                 user=user,
                 output_cap=output_cap,
+                key=key,
             )
         except ValidationError as error:
             raise invalid(error) from None
@@ -142,6 +158,32 @@ class Sandbox:
             "ANTHROPIC_API_KEY": "sandlot",
         }
 
+    async def reset(self, image: str | None = None) -> None:
+        """Back to its image, or to another one such as a snapshot: processes and files are gone; id, limits, labels and
+        routes stay."""
+        self.losses = (await self._node.reset(self.id, image)).losses
+
+    async def snapshot(self, name: str) -> ImageInfo:
+        """Make an image of its files as they are now, from which `Sandbox.create(image=name)` starts others. Raises
+        Conflict when the name is taken."""
+        return await self._node.snapshot(self.id, name)
+
+    async def fork(self, count: int = 1) -> list[Sandbox]:
+        """So many new sandboxes like this one, with its files as they are now and none of its processes."""
+        return [Sandbox(self._node, info) for info in await self._node.fork(self.id, count)]
+
+    async def diff(self) -> list[Change]:
+        """What differs from its image, sorted by path."""
+        return await self._node.diff(self.id)
+
+    async def pause(self) -> None:
+        """Stop every process where it is."""
+        await self._node.pause(self.id)
+
+    async def resume(self) -> None:
+        """Let them go on."""
+        await self._node.resume(self.id)
+
     async def info(self) -> Info:
         """What is known of it; after its end, why it ended."""
         return await self._node.info(self.id)
@@ -155,15 +197,24 @@ class Sandbox:
         return await self._node.destroy(self.id)
 
 
-async def open_node(url: str | None = None, api_key: str | None = None, state_dir: Path | None = None) -> NodeAPI:
-    """A node to make sandboxes on, which the caller closes: of this process, started, or the server at `url`."""
+async def open_node(
+    url: str | None = None,
+    api_key: str | None = None,
+    state_dir: Path | None = None,
+    *,
+    name: str | None = None,
+    orphan_grace: float = 0.0,
+    warm: Sequence[Warm] = (),
+) -> NodeAPI:
+    """A node to make sandboxes on, which the caller closes: of this process, started, or the server at `url`. The last
+    three are of a node of this process: see `local_node`."""
     if url is not None:
         from sandlot.client import HttpNode
 
         return HttpNode(url, api_key)
     from sandlot.node.node import local_node  # the one place above the node that knows it
 
-    node = local_node(state_dir)
+    node = local_node(state_dir, name=name, orphan_grace=orphan_grace, warm=warm)
     await node.start()
     return node
 

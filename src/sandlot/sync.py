@@ -14,7 +14,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sandlot.api import Info, Limits, NodeAPI, RunResult, Stats, Target, Volume
+from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, RunResult, Stats, Target, Volume
 from sandlot.sandbox import Sandbox
 
 T = TypeVar("T")
@@ -148,12 +148,14 @@ class SyncSandbox:
         timeout: float | None = 300.0,
         user: int = 0,
         output_cap: int | None = None,
+        key: str | None = None,
     ) -> RunResult:
         """Run a command to its end. Text is run by `sh -c`; a sequence is a program and its arguments.
 
         A failure of the command is in the result, never an exception: `exit_code`, `signal`, `timed_out`, `oom`. Of
         each stream `output_cap` bytes are kept (None: the sandbox's `limits.output`). `timeout` is in seconds; None: as
-        long as the sandbox lives.
+        long as the sandbox lives. A run with a `key` is started once, however often it is asked for, and goes on when
+        its caller goes away.
         """
         return _wait(
             self._inner.run(
@@ -164,6 +166,7 @@ class SyncSandbox:
                 timeout=timeout,
                 user=user,
                 output_cap=output_cap,
+                key=key,
             )
         )
 
@@ -196,6 +199,50 @@ class SyncSandbox:
                 port,
                 target,
             )
+        )
+
+    def reset(self, image: str | None = None) -> None:
+        """Back to its image, or to another one such as a snapshot: processes and files are gone; id, limits, labels and
+        routes stay."""
+        _wait(
+            self._inner.reset(
+                image,
+            )
+        )
+
+    def snapshot(self, name: str) -> ImageInfo:
+        """Make an image of its files as they are now, from which `Sandbox.create(image=name)` starts others. Raises
+        Conflict when the name is taken."""
+        return _wait(
+            self._inner.snapshot(
+                name,
+            )
+        )
+
+    def fork(self, count: int = 1) -> list[SyncSandbox]:
+        """So many new sandboxes like this one, with its files as they are now and none of its processes."""
+        return [SyncSandbox(each) for each in _wait(
+            self._inner.fork(
+                count,
+            )
+        )]
+
+    def diff(self) -> list[Change]:
+        """What differs from its image, sorted by path."""
+        return _wait(
+            self._inner.diff()
+        )
+
+    def pause(self) -> None:
+        """Stop every process where it is."""
+        _wait(
+            self._inner.pause()
+        )
+
+    def resume(self) -> None:
+        """Let them go on."""
+        _wait(
+            self._inner.resume()
         )
 
     def info(self) -> Info:

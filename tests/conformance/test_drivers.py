@@ -28,7 +28,7 @@ async def test_fake(check: Check) -> None:
 async def test_native(check: Check, native_reason: str | None, tmp_path: Path) -> None:
     if native_reason:
         pytest.skip(native_reason)
-    from sandlot.drivers.native.box import NativeDriver
+    from sandlot.drivers.native.driver import NativeDriver
 
     directory = NodeDirectory.claim(tmp_path)
     driver = NativeDriver(directory.path)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sandlot.api import Capability, Limits, SandboxSpec
-from sandlot.drivers.native.box import NativeDriver
+from sandlot.drivers.native.driver import NativeDriver
 from sandlot.drivers.native.promises import LIMITED_BY
 from sandlot.errors import Unsupported
 from sandlot.node.ledger import NodeDirectory

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from sandlot.api import RunResult
-from sandlot.drivers.native.box import HELPER, Helper
+from sandlot.drivers.native.driver import HELPER, Helper
 from sandlot.errors import SandlotError
 from tests.support.hostile import PYTHON, Arena, Sandbox
 

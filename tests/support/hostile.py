@@ -22,7 +22,7 @@ from typing import Any
 
 from sandlot.api import Capability, Limits, RunResult, SandboxSpec
 from sandlot.drivers.images import Image, interpreter_prefix
-from sandlot.drivers.native.box import NativeDriver
+from sandlot.drivers.native.driver import NativeDriver
 from sandlot.drivers.native.plan import NOSUID, Do, Host, Plan, make_plan
 from sandlot.node.node import Node
 from sandlot.sandbox import Sandbox

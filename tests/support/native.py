@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from sandlot.api import SandboxSpec
 from sandlot.drivers.base import Exit, Spawn
 from sandlot.drivers.images import interpreter_prefix
-from sandlot.drivers.native.box import NativeBox, NativeDriver
+from sandlot.drivers.native.box import NativeBox
+from sandlot.drivers.native.driver import NativeDriver
 
 ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
 PYTHON = f"{interpreter_prefix()}/bin/python3"

@@ -22,6 +22,7 @@ import pytest
 from sandlot import asgi
 from sandlot.api import Ending, Limits, Run, SandboxSpec, Upstream
 from sandlot.client import HttpNode
+from sandlot.drivers.base import NOT_KEPT, Keeping
 from sandlot.drivers.fake import Context, FakeDriver
 from sandlot.errors import (
     Conflict,
@@ -161,9 +162,9 @@ async def test_only_named_limits_are_named_on_the_server(tmp_path: Path) -> None
     seen: list[frozenset[str]] = []
 
     class Noting(FakeDriver):
-        async def create(self, box_id: str, spec: Any, named: frozenset[str]) -> Any:
+        async def create(self, box_id: str, spec: Any, named: frozenset[str], keeping: Keeping = NOT_KEPT) -> Any:
             seen.append(named)
-            return await super().create(box_id, spec, named)
+            return await super().create(box_id, spec, named, keeping)
 
     async with Node(Noting(), tmp_path) as local:
         served, url = await listening(create_app(local))

@@ -22,6 +22,7 @@ import pytest
 
 import sandlot
 from sandlot import Limits, Sandbox, SyncSandbox
+from sandlot.drivers.base import NOT_KEPT, Keeping
 from sandlot.drivers.fake import FakeDriver
 from sandlot.errors import InvalidRequest, NotFound, SandboxEnded
 from sandlot.node.node import Node
@@ -77,9 +78,9 @@ async def test_only_limits_that_were_given_are_named(tmp_path: Path) -> None:
     seen: list[frozenset[str]] = []
 
     class Noting(FakeDriver):
-        async def create(self, box_id: str, spec: Any, named: frozenset[str]) -> Any:
+        async def create(self, box_id: str, spec: Any, named: frozenset[str], keeping: Keeping = NOT_KEPT) -> Any:
             seen.append(named)
-            return await super().create(box_id, spec, named)
+            return await super().create(box_id, spec, named, keeping)
 
     async with Node(Noting(), tmp_path) as node:
         await Sandbox.create(node=node)

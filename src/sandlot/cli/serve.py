@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from pydantic import ValidationError
 
 from sandlot import asgi
+from sandlot.api import Warm
 from sandlot.cli import interrupt, say
 from sandlot.errors import Conflict, HostFault, InvalidRequest, Unsupported
 
@@ -41,6 +43,17 @@ def serve(
             "whole only, and what they write there belongs to the server's user, programs too. May be repeated.",
         ),
     ] = None,
+    orphan_grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds that sandboxes outlive a server that is killed, for one on the same address to find them.",
+        ),
+    ] = 60.0,
+    warm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="IMAGE=N", help="Keep N sandboxes of this image ready. May be repeated."),
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the node keeps its directory.")] = None,
 ) -> int:
     """Serve sandboxes of this host over HTTP. Ctrl-C or SIGTERM ends them all, and then the server.
@@ -59,21 +72,39 @@ def serve(
             "give it a key: `sandlot serve --host … --api-key KEY`, or SANDLOT_API_KEY",
         )
     allowed = AllowedVolumes.named(allow_volumes or ())
+    kept = tuple(_warm(words) for words in warm or ())
+    work = _serve(host, port, api_key, allowed, state_dir, orphan_grace, kept)
     try:
-        return interrupt.run(_serve(host, port, api_key, allowed, state_dir), interrupt.fast_loop())
+        return interrupt.run(work, interrupt.fast_loop())
     except interrupt.Interrupted as told:
         return 0 if told.code == 128 + signal.SIGTERM else told.code  # to be told to stop is how a server ends
 
 
+def _warm(words: str) -> Warm:
+    image, _, size = words.rpartition("=")
+    try:
+        return Warm.model_validate({"image": image or "host", "size": size})
+    except ValidationError:
+        raise InvalidRequest(f"{words!r} is not a pool of warm sandboxes", "write it as `--warm host=20`") from None
+
+
 async def _serve(
-    host: str, port: int, api_key: str | None, allowed: AllowedVolumes, state_dir: Path | None
+    host: str,
+    port: int,
+    api_key: str | None,
+    allowed: AllowedVolumes,
+    state_dir: Path | None,
+    orphan_grace: float,
+    warm: tuple[Warm, ...],
 ) -> NoReturn:
     """Serves until it is cancelled."""
     from sandlot.sandbox import open_node
     from sandlot.server.app import create_app
 
     with _listener(host, port) as listener:
-        node = await open_node(state_dir=state_dir)
+        # The address is ours alone, so whoever served there before is dead.
+        name = f"{host} {listener.getsockname()[1]}"
+        node = await open_node(state_dir=state_dir, name=name, orphan_grace=orphan_grace, warm=warm)
         try:
             served = await asgi.serve(listener, create_app(node, api_key, allowed))
             shown = f"[{host}]" if ":" in host else host

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sandlot.api import Capability, Ending, SandboxSpec, Stats
+from sandlot.api import Capability, Change, Ending, ImageInfo, SandboxSpec, Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,26 @@ class Spawn:
     env: dict[str, str]
     cwd: str
     user: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What a box is to know of the node that makes it, for the case that the node dies."""
+
+    grace: float = 0.0  # seconds that the box outlives it; 0: not at all, and nothing is recorded
+    note: str = ""  # the node's own, told again to whoever adopts the box
+    parked: bool = False  # it waits for `claim` and is ended by any adoption before that
+
+
+NOT_KEPT = Keeping()
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What is to be kept of a process for a node that adopts its box. The driver duplicates the descriptors."""
+
+    fds: tuple[int, ...]  # at most 8
+    note: str  # at most 500 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +92,14 @@ class Box(Protocol):
     losses: tuple[str, ...]  # defaults that are not kept, a sentence each
     death: asyncio.Future[Death]  # resolves once, when the box is gone for whatever reason
 
-    async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int) -> Process:
+    async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int, hold: Hold | None = None) -> Process:
         """Start a process on these descriptors. They are duplicated: the caller still owns and closes its own.
-        A program that cannot be started is an Exit with `error`, not an exception."""
+        A program that cannot be started is an Exit with `error`, not an exception. `hold` is kept until `release`."""
         ...
 
-    async def listen(self, port: int) -> socket.socket:
-        """A non-blocking TCP listener on 127.0.0.1:port inside. Raises Conflict when taken. The caller owns it."""
+    async def listen(self, port: int, note: str | None = None) -> socket.socket:
+        """A non-blocking TCP listener on 127.0.0.1:port inside. Raises Conflict when taken. The caller owns it. With a
+        `note` (at most 1,000 bytes) it is kept for a node that adopts the box."""
         ...
 
     async def connect(self, port: int) -> socket.socket:
@@ -94,9 +115,39 @@ class Box(Protocol):
         """What it uses now."""
         ...
 
+    async def changes(self) -> list[Change]:
+        """What differs from the image, sorted by path."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop every process where it is. Idempotent. Files can still be read and written, nothing can be spawned."""
+        ...
+
+    async def resume(self) -> None:
+        """Let them go on. Idempotent."""
+        ...
+
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
         """End it. On return no process of it is left. Idempotent; the first ending given is the one that counts."""
         ...
+
+
+@dataclass(slots=True)
+class Adopted:
+    """A box that a dead node left, with what was held for it. Whoever gets it owns the descriptors."""
+
+    box: Box
+    note: str
+    runs: list[tuple[Process, str, tuple[int, ...]]]  # each with its note and what was held
+    listeners: list[tuple[socket.socket, int, str]]  # each with its port and note
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """A box that died while it had no node."""
+
+    note: str
+    death: Death
 
 
 class Driver(Protocol):
@@ -104,14 +155,46 @@ class Driver(Protocol):
 
     name: str
 
-    async def create(self, box_id: str, spec: SandboxSpec, named: frozenset[str]) -> Box:
+    async def create(self, box_id: str, spec: SandboxSpec, named: frozenset[str], keeping: Keeping = NOT_KEPT) -> Box:
         """A box in which a process can start. `named` holds the fields of `spec.limits` that the user set by name,
         for which a loss is a refusal. Raises NotFound (image), Unsupported, StartFailed, InvalidRequest (volume)."""
         ...
 
-    async def sweep(self, directory: Path) -> None:
+    def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str]) -> bool:
+        """Whether a box that was parked with one spec can become one with the other. Raises Unsupported for a limit
+        that this host cannot keep."""
+        ...
+
+    async def claim(self, box: Box, spec: SandboxSpec, named: frozenset[str], keeping: Keeping) -> None:
+        """Give a parked box the limits, lifetime and note that it was not made with. Raises OSError, SandlotError: then
+        it is of no use."""
+        ...
+
+    async def adopt(self) -> tuple[list[Adopted], list[Remains]]:
+        """Take over the boxes that a dead node left in this driver's directory. Before the first `create`. Parked ones
+        are ended; of those that died meanwhile it is told how, and what they left is removed."""
+        ...
+
+    async def snapshot(self, box: Box, name: str | None) -> ImageInfo:
+        """Copy what the box has written into an image; nothing of it runs meanwhile. None: under a name that nobody
+        lists, until `forget`. Raises Conflict (the name is taken), Unsupported, HostFault."""
+        ...
+
+    async def images(self) -> list[ImageInfo]: ...
+
+    async def forget(self, image: str) -> None:
+        """Delete a snapshot; boxes made from it live on. Raises NotFound, Conflict (it cannot be deleted)."""
+        ...
+
+    async def export(self, image: str, out: int) -> None:
+        """Write a snapshot's own layers as one tar to a descriptor, in the form of an OCI layer (whiteouts as `.wh.`
+        files). Raises NotFound."""
+        ...
+
+    async def sweep(self, directory: Path) -> bool:
         """Remove what the boxes of a dead node left behind, processes, cgroups and mounts, going by what that node's
-        driver recorded in `directory`. The caller holds that directory's lock and removes it afterwards."""
+        driver recorded in `directory`. The caller holds that directory's lock and removes it afterwards. False: there
+        are boxes that live and wait for their node, and nothing was touched."""
         ...
 
     async def capabilities(self) -> list[Capability]: ...

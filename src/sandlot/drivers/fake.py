@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import posixpath
 import signal
 import socket
+import tarfile
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from pathlib import Path, PurePosixPath
+from typing import Literal, TypeVar
 
-from sandlot.api import Capability, Ending, SandboxSpec, Stats
-from sandlot.drivers.base import Death, Exit, Spawn
+from sandlot.api import Capability, Change, Ending, ImageInfo, SandboxSpec, Stats
+from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Exit, Hold, Keeping, Remains, Spawn
+from sandlot.drivers.layers import FORK, check_name
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded
 
 T = TypeVar("T")
@@ -150,7 +154,12 @@ class FakeBox:
     """A box in memory: each file is a memfd, each listener a socket of this host on a port of its own."""
 
     def __init__(
-        self, box_id: str, spec: SandboxSpec, programs: Mapping[str, Program], gone: Callable[[], None]
+        self,
+        box_id: str,
+        spec: SandboxSpec,
+        programs: Mapping[str, Program],
+        gone: Callable[[], None],
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
         self.id = box_id
         self.spec = spec
@@ -164,9 +173,17 @@ class FakeBox:
         self._processes: dict[int, FakeProcess] = {}
         self._next_pid = 2
         self._silent = False
+        self.paused = False
+        self._below = dict(files or {})  # what the image held
+        for path, data in self._below.items():
+            self._directories.update(str(parent) for parent in PurePosixPath(path).parents)
+            self._files[path] = os.memfd_create(posixpath.basename(path), os.MFD_CLOEXEC)
+            os.pwrite(self._files[path], data, 0)
 
-    async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int) -> FakeProcess:
+    async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int, hold: Hold | None = None) -> FakeProcess:
         self._check_alive()
+        if self.paused:
+            raise Conflict("the box is paused: nothing can be started in it", "resume it first")
         process = FakeProcess(self._next_pid)
         self._next_pid += 1
         program = self._programs.get(what.argv[0])
@@ -184,7 +201,7 @@ class FakeBox:
             process.task.add_done_callback(partial(self._played, process, fds))
         return process
 
-    async def listen(self, port: int) -> socket.socket:
+    async def listen(self, port: int, note: str | None = None) -> socket.socket:
         self._check_alive()
         if port in self._ports:
             raise Conflict(f"port {port} is taken in box {self.id}")
@@ -230,6 +247,28 @@ class FakeBox:
         self._check_alive()
         sizes = [os.fstat(fd).st_size for fd in self._files.values()]
         return Stats(pids=len(self._processes), disk=sum(sizes), inodes=len(sizes))
+
+    def files(self) -> dict[str, bytes]:
+        """What its files hold now, those of its image too."""
+        return {path: os.pread(fd, os.fstat(fd).st_size, 0) for path, fd in self._files.items()}
+
+    async def changes(self) -> list[Change]:
+        self._check_alive()
+        now = self.files()
+        kinds: dict[str, Literal["added", "changed"]] = {
+            path: "changed" if path in self._below else "added"
+            for path, data in now.items()
+            if self._below.get(path) != data
+        }
+        return [Change(path=path, kind=kind) for path, kind in sorted(kinds.items())]
+
+    async def pause(self) -> None:
+        self._check_alive()
+        self.paused = True
+
+    async def resume(self) -> None:
+        self._check_alive()
+        self.paused = False
 
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
         self.die(ending)
@@ -296,22 +335,70 @@ class FakeDriver:
         self.swept: list[Path] = []
         self._programs = {**_PROGRAMS, **(programs or {})}
         self._creating = creating
+        self._snapshots: dict[str, tuple[ImageInfo, dict[str, bytes]]] = {}
 
-    async def create(self, box_id: str, spec: SandboxSpec, named: frozenset[str]) -> FakeBox:
-        if spec.image != "host":
-            raise NotFound(f"there is no image {spec.image}", "the image of a fake box is `host`")
+    async def create(
+        self, box_id: str, spec: SandboxSpec, named: frozenset[str], keeping: Keeping = NOT_KEPT
+    ) -> FakeBox:
+        if spec.image != "host" and spec.image not in self._snapshots:
+            raise NotFound(f"there is no image {spec.image}", "the image of a fake box is `host`, or a snapshot")
         _check_volumes(spec)
         if self._creating is not None:
             await self._creating(box_id, spec)
-        box = FakeBox(box_id, spec, self._programs, partial(self._forget, box_id))
+        _, files = self._snapshots.get(spec.image, (None, {}))
+        box = FakeBox(box_id, spec, self._programs, partial(self._gone, box_id), files)
         self.boxes[box_id] = box
         return box
 
-    def _forget(self, box_id: str) -> None:
+    def _gone(self, box_id: str) -> None:
         self.boxes.pop(box_id, None)
 
-    async def sweep(self, directory: Path) -> None:
+    def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str]) -> bool:
+        return parked.image == spec.image and not spec.volumes
+
+    async def claim(self, box: Box, spec: SandboxSpec, named: frozenset[str], keeping: Keeping) -> None:
+        assert isinstance(box, FakeBox)
+        box._check_alive()
+        box.spec = spec
+
+    async def adopt(self) -> tuple[list[Adopted], list[Remains]]:
+        """A box in memory dies with its node."""
+        return [], []
+
+    async def snapshot(self, box: Box, name: str | None) -> ImageInfo:
+        assert isinstance(box, FakeBox)
+        box._check_alive()
+        if name in self._snapshots:
+            raise Conflict(f"there is an image {name} already")
+        if name is not None:
+            check_name(name)
+        files = box.files()
+        info = ImageInfo(
+            name=name or f"{FORK}{len(self._snapshots)}",
+            base="host",
+            created_at=time.time(),
+            bytes=sum(map(len, files.values())),
+            files=len(files),
+            layers=1,
+        )
+        self._snapshots[info.name] = info, files
+        return info
+
+    async def images(self) -> list[ImageInfo]:
+        return [info for info, _ in self._snapshots.values() if not info.name.startswith(FORK)]
+
+    async def forget(self, image: str) -> None:
+        if self._snapshots.pop(image, None) is None:
+            raise NotFound(f"there is no image {image}")
+
+    async def export(self, image: str, out: int) -> None:
+        if image not in self._snapshots:
+            raise NotFound(f"there is no image {image}")
+        await asyncio.to_thread(_write_tar, self._snapshots[image][1], out)
+
+    async def sweep(self, directory: Path) -> bool:
         self.swept.append(directory)
+        return True
 
     async def capabilities(self) -> list[Capability]:
         return [Capability(name="box", state="kept", found="boxes in memory"), *_LOSSES]
@@ -321,6 +408,14 @@ class FakeDriver:
 
 
 _LOSSES = [Capability(name="isolation", state="loss", found="a fake box isolates nothing", fix="use the native driver")]
+
+
+def _write_tar(files: Mapping[str, bytes], out: int) -> None:
+    with os.fdopen(os.dup(out), "wb") as file, tarfile.open(fileobj=file, mode="w|") as tar:
+        for path, data in files.items():
+            info = tarfile.TarInfo(path.lstrip("/"))
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
 
 
 def _duplicates(*given: int) -> list[int]:

@@ -26,6 +26,7 @@ class Image:
     root: str
     binds: tuple[tuple[str, str], ...] = ()
     directories: tuple[tuple[str, int], ...] = ()
+    layers: tuple[str, ...] = ()  # what boxes wrote over `root`, one over the other, the last on top
 
 
 _FILES = {
@@ -82,7 +83,8 @@ class Images:
         return self._host
 
 
-def _make_host_image(root: Path) -> Image:
+def _make_host_image(final: Path) -> Image:
+    root = final.with_name(f"{final.name}.partial")
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     root.chmod(0o755)
@@ -110,4 +112,8 @@ def _make_host_image(root: Path) -> Image:
     prefix = interpreter_prefix()
     if prefix != "/usr" and not prefix.startswith("/usr/"):
         binds.append((prefix, prefix))
-    return Image("host", str(root), tuple(binds), tuple(_DIRECTORIES.items()))
+    if final.exists():  # boxes that this node adopted stand on it
+        shutil.rmtree(root)
+    else:
+        root.rename(final)
+    return Image("host", str(final), tuple(binds), tuple(_DIRECTORIES.items()))

@@ -19,12 +19,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from sandlot.api import Ending
+from sandlot.api import Ending, Info
 from sandlot.errors import HostFault, host_fault
 
 # A directory that is being made is not locked yet for some microseconds; one this old (seconds) never will be.
 _HALF_MADE_SECONDS = 60
+# Another node holds the lock of a dead one's directory for as long as it takes to see whether boxes live.
+_SWEPT_SECONDS = 2.0
+_NAME = "name"  # the file that says which server's directory it is
 
 
 def default_state_dir() -> Path:
@@ -61,8 +65,9 @@ class NodeDirectory:
         return self.path.name.removeprefix("node-")
 
     @classmethod
-    def claim(cls, state_dir: Path | None = None) -> NodeDirectory:
-        """A new directory under `state_dir` (None: this user's default), locked. Raises HostFault."""
+    def claim(cls, state_dir: Path | None = None, name: str | None = None) -> NodeDirectory:
+        """A directory under `state_dir` (None: this user's default), locked: a new one, or that of a dead node of the
+        same name. Raises HostFault."""
         root = default_state_dir() if state_dir is None else state_dir
         short_id = secrets.token_hex(3)
         made = root / f".new-{short_id}"
@@ -75,8 +80,12 @@ class NodeDirectory:
                 raise HostFault(f"{root} belongs to user {found.st_uid}, not to us (user {os.geteuid()})", elsewhere)
             if stat.S_IMODE(found.st_mode) & 0o022:
                 raise HostFault(f"{root} can be written by other users", elsewhere)
+            if name is not None and (old := cls._of_name(root, name)) is not None:
+                return old
             made.mkdir(mode=0o700)
             try:
+                if name is not None:
+                    (made / _NAME).write_text(name)
                 lock = os.open(made / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Named only when it is locked, so that no sweep can take it for an abandoned one.
@@ -86,6 +95,29 @@ class NodeDirectory:
                 raise
         except OSError as error:
             raise host_fault(error, f"make a node's directory in {root}") from error
+
+    @classmethod
+    def _of_name(cls, root: Path, name: str) -> NodeDirectory | None:
+        for path in root.glob("node-*"):
+            try:
+                if (path / _NAME).read_text() != name:
+                    continue
+                lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+            except OSError:
+                continue  # without a name, or swept between the listing and now
+            until = time.monotonic() + _SWEPT_SECONDS
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if path.exists():
+                        return cls(path, lock)
+                except BlockingIOError:  # its node lives, or another looks whether it does: a lock has no deadline
+                    if time.monotonic() < until:
+                        time.sleep(0.02)
+                        continue
+                os.close(lock)
+                break
+        return None
 
     def abandoned(self) -> Iterator[NodeDirectory]:
         """The directories beside this one whose node is dead, each locked while the caller looks at it."""
@@ -129,10 +161,11 @@ class Ledger:
         except OSError as error:
             raise host_fault(error, f"write {self.path}") from error
 
-    def begin(self, sandbox_id: str, image: str) -> None:
-        """A create begins. Raises HostFault, and then counts nothing, where it cannot be written down."""
+    def begin(self, sandbox_id: str, image: str, adopted: bool = False) -> None:
+        """A create begins, or a sandbox of the node before is taken over. Raises HostFault, and then counts nothing,
+        where it cannot be written down."""
         try:
-            self._write(event="create", id=sandbox_id, image=image)
+            self._write(event="adopt" if adopted else "create", id=sandbox_id, image=image)
         except OSError as error:
             raise host_fault(error, f"write {self.path}") from error
         self._counts["created"] += 1
@@ -150,6 +183,30 @@ class Ledger:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
             # The worst that comes of a missing line is a look, after a crash, for a sandbox that is already gone.
+
+    def past(self, since: float) -> list[Info]:
+        """What the file tells of sandboxes that ended after `since` (Unix time, seconds)."""
+        begun: dict[str, dict[str, Any]] = {}
+        found: dict[str, Info] = {}
+        for line in self.path.read_text(errors="replace").splitlines():
+            try:
+                entry = json.loads(line)
+                if entry["event"] in ("create", "adopt"):
+                    begun.setdefault(entry["id"], entry)
+                elif entry["event"] == "end" and entry["at"] > since:
+                    first = begun.get(entry["id"], entry)
+                    found[entry["id"]] = Info(
+                        id=entry["id"],
+                        image=first.get("image", "host"),
+                        state="ended",
+                        created_at=first["at"],
+                        ended_at=entry["at"],
+                        ending=entry["ending"],
+                        detail=entry["detail"],
+                    )
+            except (ValueError, KeyError):  # the node was killed in the middle of a line
+                continue
+        return list(found.values())
 
     def counts(self) -> dict[str, int]:
         """`created`, `running` and every ending, zeros included."""

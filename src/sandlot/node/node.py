@@ -1,51 +1,59 @@
 """The sandboxes of one host: Node is NodeAPI over a driver.
 
-It owns the table of boxes, every deadline, the pipes of each command, the routes, and the ledger. It promises that each
-sandbox ends in exactly one named way that can be asked about for an hour, that a cancelled create or destroy leaves
-nothing half done, and that memory per command is bounded by its output cap. It never decides how a box is made: that is
-the driver's business.
+It owns the table of boxes, every deadline, the streams of each command, the routes, and the ledger. It promises that
+each sandbox ends in exactly one named way that can be asked about for an hour, that a cancelled create or destroy
+leaves nothing half done, that memory per command is bounded by its output cap, and, with an `orphan_grace`, that a node
+on the same directory carries on where a killed one stopped. It never decides how a box is made: that is the driver's
+business.
 
     await node.run(…)      waits for: the process's exit (the driver), or the run's timeout
-      its output           read as it comes by the loop's readiness callbacks, no task, no thread
-      its input            written as the pipe takes it, likewise
+      its output           moved to its log as it comes by the loop's readiness callbacks, no task, no thread
     a sandbox's end        destroy · its idle or lifetime timer · Box.death, whichever is first; all meet in `_finish`
+    a box's end by reset   `reset` puts another box in its place first, so its death is nobody's end
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
+import json
 import os
 import resource
 import secrets
-import struct
-import termios
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
 
 from sandlot import asgi
 from sandlot.aio import deadline, shielded
 from sandlot.api import (
     Capability,
+    Change,
     Ending,
+    ImageInfo,
     Info,
-    Output,
+    PoolInfo,
     Run,
     RunResult,
     SandboxSpec,
     Stats,
     Target,
     Upstream,
+    Warm,
 )
-from sandlot.drivers.base import Box, Death, Driver, Exit, Process, Spawn
-from sandlot.errors import HostFault, InvalidRequest, NotFound, SandboxEnded, SandlotError, host_fault
+from sandlot.drivers.base import Adopted, Box, Death, Driver, Exit, Hold, Keeping, Process, Spawn
+from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, SandlotError, host_fault
 from sandlot.node import files
 from sandlot.node.ledger import Ledger, NodeDirectory
+from sandlot.node.pool import Pool
+from sandlot.node.streams import Stream, input_file
 
 if TYPE_CHECKING:
     import httpx2
@@ -70,10 +78,23 @@ GOING_SECONDS = 10.0
 ENDED_SECONDS = 3600.0
 ENDED_KEPT = 100_000
 
+# Results of runs with a key that are kept for who asks again, per sandbox: the last of them, and bytes of output.
+KEYED_KEPT = 64
+KEYED_BYTES = 64 << 20
+
+# Copying what a sandbox has written takes as long as the disk takes.
+COPY_SECONDS = 1800.0
+MOST_FORKS = 1000
+
+# Images that `fork` makes begin with this; nobody lists them.
+_FORK = "fork-"
+
+# What is remembered of a listener is told to a box's first process, which keeps this many bytes.
+_NOTE_BYTES = 1000
+
 # What a command finds in its environment before the sandbox's own and the run's are added.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-_PIPE_BYTES = 1 << 16  # capacity of a Linux pipe
 _PAST = {
     Ending.EXIT: ("was closed by its owner", None),
     Ending.KILLED: ("was ended on request", None),
@@ -89,25 +110,93 @@ _PAST = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What the result of a run will need, here or in a node that adopts its box."""
+
+    key: str | None
+    argv0: str
+    cwd: str
+    started_at: float  # of `_now`
+    timeout: float | None
+    cap: int
+
+    def note(self) -> str:
+        # Words are cut, they only say what could not be started; in ASCII, six bytes a letter at most.
+        words = (self.key, self.argv0[:25], self.cwd[:25], self.started_at, self.timeout, self.cap)
+        return json.dumps(words, separators=(",", ":"))
+
+
+@dataclass(slots=True)
+class _Command:
+    """A process that was started for a run."""
+
+    box: Box
+    process: Process
+    out: Stream
+    err: Stream
+    about: _About
+
+    def close(self) -> None:
+        self.out.close()
+        self.err.close()
+
+
+@dataclass(slots=True)
+class _Keyed:
+    """A run with a key: its result, or the promise of one. The process is held until its result is forgotten."""
+
+    result: asyncio.Task[RunResult]
+    process: Process | None = None
+    ended_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Route:
+    """A port inside and who answers on it."""
+
+    port: int
+    target: Target
+    served: asgi.Served
+
+
 class _Live:
     """A running sandbox."""
 
     __slots__ = (
         "box",
         "busy",
+        "changing",
         "created_at",
         "ending",
         "env",
+        "generation",
         "id",
         "idle_timer",
+        "keyed",
         "last_used",
         "lifetime_timer",
+        "named",
+        "paused",
         "routes",
         "spec",
     )
 
-    def __init__(self, sandbox_id: str, spec: SandboxSpec, box: Box, created_at: float) -> None:
+    def __init__(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        named: frozenset[str],
+        box: Box,
+        created_at: float,
+        generation: int = 0,
+    ) -> None:
         self.id = sandbox_id
+        self.named = named  # limits that were asked for by name
+        self.generation = generation  # how many boxes it had before this one
+        self.changing = asyncio.Lock()  # reset, snapshot, fork, pause: one at a time
+        self.paused = False
+        self.keyed: OrderedDict[str, _Keyed] = OrderedDict()
         self.spec = spec
         self.box = box
         self.created_at = created_at
@@ -117,7 +206,7 @@ class _Live:
         self.last_used = time.monotonic()
         self.idle_timer: asyncio.TimerHandle | None = None
         self.lifetime_timer: asyncio.TimerHandle | None = None
-        self.routes: list[asgi.Served] = []
+        self.routes: list[_Route] = []
 
     def __enter__(self) -> _Live:
         self.busy += 1
@@ -131,22 +220,74 @@ class _Live:
         return Info(
             id=self.id,
             image=self.spec.image,
-            state="running",
+            state="paused" if self.paused else "running",
             created_at=self.created_at,
             labels=self.spec.labels,
             losses=self.box.losses,
         )
+
+    def note(self, spec: SandboxSpec, generation: int) -> str:
+        """What a node that adopts its box must know."""
+        return _note(self.id, spec, self.named, self.created_at, generation)
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What a node writes down of a sandbox for the one after it."""
+
+    id: str
+    spec: SandboxSpec
+    named: frozenset[str]
+    created_at: float
+    generation: int
+
+    @classmethod
+    def read(cls, text: str) -> _Note | None:
+        """None when another version wrote it."""
+        try:
+            found = json.loads(text)
+            spec = SandboxSpec.model_validate(found["spec"])
+            return cls(found["id"], spec, frozenset(found["named"]), found["created_at"], found["generation"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def _now() -> float:
+    """Seconds of a clock that every process of this host shares and nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _note(sandbox_id: str, spec: SandboxSpec, named: frozenset[str], created_at: float, generation: int) -> str:
+    return json.dumps(
+        {
+            "id": sandbox_id,
+            "spec": spec.model_dump(mode="json"),
+            "named": sorted(named),
+            "created_at": created_at,
+            "generation": generation,
+        }
+    )
 
 
 class Node:
     """NodeAPI on this host. `async with Node(driver) as node:` or `start` and `close`."""
 
     def __init__(
-        self, driver: Driver, state_dir: Path | None = None, *, directory: NodeDirectory | None = None
+        self,
+        driver: Driver,
+        state_dir: Path | None = None,
+        *,
+        directory: NodeDirectory | None = None,
+        orphan_grace: float = 0.0,
+        warm: Sequence[Warm] = (),
     ) -> None:
         """`state_dir` is where the node makes its own directory (None: the user's default). `directory` is given
-        instead by who claimed it already, because its driver keeps things there too."""
+        instead by who claimed it already, because its driver keeps things there too. Sandboxes outlive a node that is
+        killed by `orphan_grace` seconds; `warm` are kept ready."""
         self.driver = driver
+        self._grace = orphan_grace
+        self._pool = Pool(driver, warm)
+        self._forks: dict[str, set[str]] = {}  # images without a name of their own, and the sandboxes made from them
         self._state_dir = state_dir
         self._directory = directory
         self._live: dict[str, _Live] = {}
@@ -177,16 +318,64 @@ class Node:
             raise
         try:
             await self._sweep(self._directory)
+            if self._grace:
+                await self._adopt()
+            self._pool.start()
         except BaseException:  # nobody has a node to close who was cancelled while it was made
             await self.close()
             raise
+
+    # What a node before this one left.
+
+    async def _adopt(self) -> None:
+        """Carry on with the sandboxes of the node whose directory this is."""
+        for past in self.ledger.past(time.time() - ENDED_SECONDS):
+            self._ended[past.id] = past
+        adopted, remains = await self.driver.adopt()
+        for each in adopted:
+            await self._carry_on(each)
+        for gone in remains:
+            note = _Note.read(gone.note)
+            if note is not None:
+                self.ledger.begin(note.id, note.spec.image, adopted=True)
+                self._record_end(note.id, note.spec, note.created_at, gone.death)
+
+    async def _carry_on(self, found: Adopted) -> None:
+        note = _Note.read(found.note)
+        if note is None:  # of another version
+            for _, _, fds in found.runs:
+                for fd in fds:
+                    os.close(fd)
+            for listener, _, _ in found.listeners:
+                listener.close()
+            await found.box.destroy(Ending.DRAINED)
+            return
+        self.ledger.begin(note.id, note.spec.image, adopted=True)
+        live = _Live(note.id, note.spec, note.named, found.box, note.created_at, note.generation)
+        self._begin_life(live, note.created_at)
+        if note.spec.image.startswith(_FORK):
+            self._forks.setdefault(note.spec.image, set()).add(live.id)
+        for process, words, fds in found.runs:
+            about = _About(*json.loads(words))
+            out, err = Stream(about.cap, fds[0], fds[1]), Stream(about.cap, fds[2], fds[3])
+            task = self._task(self._complete(live, _Command(found.box, process, out, err, about)))
+            if about.key is not None:
+                keyed = live.keyed[about.key] = _Keyed(task, process)
+                task.add_done_callback(partial(self._keyed_ended, live, keyed))
+        for listener, port, words in found.listeners:
+            with suppress(ValidationError):
+                upstream = Upstream.model_validate_json(words)
+                live.routes.append(_Route(port, upstream, await asgi.serve(listener, self._relay(upstream))))
 
     async def _sweep(self, ours: NodeDirectory) -> None:
         for dead in ours.abandoned():
             try:
                 async with deadline(STEP_SECONDS, f"removing what the dead node {dead.short_id} left"):
-                    await self.driver.sweep(dead.path)
-                dead.remove()
+                    swept = await self.driver.sweep(dead.path)
+                if swept:
+                    dead.remove()
+                else:
+                    dead.release()  # its sandboxes live, and wait for their node
             except (OSError, SandlotError) as error:
                 # It stays for the next start. Somebody else's remains are no reason for this node not to start.
                 self.ledger.note(event="sweep_failed", path=str(dead.path), error=str(error))
@@ -201,6 +390,7 @@ class Node:
     async def _close(self) -> None:
         if self._creates:  # each ends with a box in the table or with nothing
             await asyncio.wait(self._creates, timeout=CREATE_SECONDS)
+        await self._pool.close()
         turn = asyncio.Semaphore(ENDS_AT_ONCE)
         ends = [self._drain(live, turn) for live in list(self._live.values())]
         outcomes = await asyncio.gather(*ends, return_exceptions=True)
@@ -228,16 +418,18 @@ class Node:
     async def create(self, spec: SandboxSpec) -> Info:
         if self._closing:
             raise HostFault("the node is shutting down")
-        sandbox_id = f"sb-{self._id}{secrets.token_hex(4)}"
         named = frozenset(spec.limits.model_fields_set) if "limits" in spec.model_fields_set else frozenset[str]()
+        return await self._create(spec, named)
+
+    async def _create(self, spec: SandboxSpec, named: frozenset[str]) -> Info:
+        sandbox_id = f"sb-{self._id}{secrets.token_hex(4)}"
         created_at = time.time()
-        loop = asyncio.get_running_loop()
         self.ledger.begin(sandbox_id, spec.image)
-        in_progress: asyncio.Future[None] = loop.create_future()
+        in_progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._creates.add(in_progress)
         try:
-            async with deadline(CREATE_SECONDS, f"making sandbox {sandbox_id}", "`sandlot doctor` looks at this host"):
-                box = await self.driver.create(sandbox_id, spec, named)
+            note = _note(sandbox_id, spec, named, created_at, 0) if self._grace else ""
+            box = await self._make(sandbox_id, spec, named, note)
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             detail = "the create was cancelled" if cancelled else str(error) or type(error).__name__
@@ -249,13 +441,26 @@ class Node:
             self._creates.discard(in_progress)
             in_progress.set_result(None)
         # No await from here to the return: a cancellation finds either nothing or a sandbox that its caller knows.
-        live = self._live[sandbox_id] = _Live(sandbox_id, spec, box, created_at)
-        box.death.add_done_callback(partial(self._died, live))
-        if spec.lifetime is not None:
-            live.lifetime_timer = loop.call_later(spec.lifetime, self._end_soon, live, Ending.LIFETIME)
-        if spec.idle_timeout is not None:
-            live.idle_timer = loop.call_later(spec.idle_timeout, self._idle, live, spec.idle_timeout)
+        live = _Live(sandbox_id, spec, named, box, created_at)
+        self._begin_life(live, created_at)
         return live.info()
+
+    async def _make(self, box_id: str, spec: SandboxSpec, named: frozenset[str], note: str) -> Box:
+        """A box: a warm one if there is one, else a new one."""
+        keeping = Keeping(self._grace, note)
+        async with deadline(CREATE_SECONDS, f"making sandbox {box_id}", "`sandlot doctor` looks at this host"):
+            warm = await self._pool.claim(spec, named, keeping)
+            return warm or await self.driver.create(box_id, spec, named, keeping)
+
+    def _begin_life(self, live: _Live, created_at: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._live[live.id] = live
+        live.box.death.add_done_callback(partial(self._died, live, live.box))
+        if live.spec.lifetime is not None:
+            left = max(0.0, created_at + live.spec.lifetime - time.time())
+            live.lifetime_timer = loop.call_later(left, self._end_soon, live, Ending.LIFETIME)
+        if live.spec.idle_timeout is not None:
+            live.idle_timer = loop.call_later(live.spec.idle_timeout, self._idle, live, live.spec.idle_timeout)
 
     async def info(self, sandbox_id: str) -> Info:
         live = self._live.get(sandbox_id)
@@ -269,7 +474,30 @@ class Node:
     async def run(self, sandbox_id: str, run: Run) -> RunResult:
         live = self._running(sandbox_id)
         with live:
-            return await self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run))
+            if run.key is None:
+                return await self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run))
+            keyed = live.keyed.get(run.key)
+            if keyed is None:
+                what = f"run {run.argv[0]} in sandbox {sandbox_id}"
+                keyed = live.keyed[run.key] = _Keyed(self._task(self._step(live, what, self._run(live, run))))
+                keyed.result.add_done_callback(partial(self._keyed_ended, live, keyed))
+            return await asyncio.shield(keyed.result)
+
+    def _keyed_ended(self, live: _Live, keyed: _Keyed, _: asyncio.Task[RunResult]) -> None:
+        """Remember it for who asks again, and forget the oldest past what is kept."""
+        keyed.ended_at = time.monotonic()
+        kept = 0
+        for key, each in reversed(live.keyed.items()):
+            if not each.result.done():
+                continue
+            failed = each.result.cancelled() or each.result.exception() is not None
+            result = None if failed else each.result.result()
+            kept += len(result.out.data) + len(result.err.data) if result else 0
+            old = time.monotonic() - each.ended_at > ENDED_SECONDS
+            if failed or old or kept > KEYED_BYTES or len(live.keyed) > KEYED_KEPT:
+                del live.keyed[key]
+                if each.process is not None:
+                    self._in_background(each.process.release())
 
     async def _run(self, live: _Live, run: Run) -> RunResult:
         env = {**live.env, **run.env}
@@ -278,43 +506,66 @@ class Node:
         cwd = run.cwd
         if cwd is None:  # /root, where nobody named another, is closed to all but its owner
             cwd = live.spec.cwd if run.user == 0 or "cwd" in live.spec.model_fields_set else "/"
-        started = time.monotonic()
-        pipes: list[_Output | _Input] = []
+        box = live.box
         theirs: list[int] = []
+        streams: list[Stream] = []
         try:
             cap = live.spec.limits.output if run.output_cap is None else run.output_cap
-            out = _Output(cap, pipes, theirs)
-            err = _Output(cap, pipes, theirs)
-            stdin = _Input(run.stdin, pipes, theirs).theirs if run.stdin else self._null
+            for _ in range(2):
+                stream, end = Stream.new(cap)
+                streams.append(stream)
+                theirs.append(end)
+            out, err = streams
+            stdin = self._null
+            if run.stdin:
+                stdin = input_file(run.stdin)
+                theirs.append(stdin)
+            about = _About(run.key, run.argv[0], cwd, _now(), run.timeout, cap)
+            hold = Hold((out.pipe, out.log, err.pipe, err.log), about.note()) if self._grace else None
             async with deadline(STEP_SECONDS, f"starting {run.argv[0]} in sandbox {live.id}"):
-                process = await live.box.spawn(Spawn(run.argv, env, cwd, run.user), stdin, out.theirs, err.theirs)
-            while theirs:
-                os.close(theirs.pop())
-            try:
-                ended, timed_out = await _wait(process, run.timeout)
-            except BaseException:
-                await shielded(process.release())
-                raise
-            await process.release()
-            if ended.signal is not None and live.box.death.done():
-                raise self._lost(live)
-            out.drain()
-            err.drain()
+                process = await box.spawn(Spawn(run.argv, env, cwd, run.user), stdin, theirs[0], theirs[1], hold)
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
         finally:
             for fd in theirs:
                 os.close(fd)
-            for pipe in pipes:
-                pipe.close()
-        if ended.error is not None:
-            err.say(_not_started(run.argv[0], cwd, ended))
+        if run.key is not None:
+            live.keyed[run.key].process = process
+        return await self._complete(live, _Command(box, process, out, err, about))
+
+    async def _complete(self, live: _Live, command: _Command) -> RunResult:
+        """The result of a command that was started, here or by the node before this one."""
+        process, out, err, about = command.process, command.out, command.err, command.about
+        try:
+            left = None if about.timeout is None else max(0.0, about.started_at + about.timeout - _now())
+            try:
+                ended, timed_out = await _wait(process, left)
+            except BaseException:
+                await shielded(process.release())
+                raise
+            out.drain()
+            err.drain()
+            if ended.error is not None:
+                err.say(_not_started(about.argv0, about.cwd, ended))
+            output, errors = out.output(), err.output()
+            if about.key is None:
+                await process.release()
+        finally:
+            command.close()
+        if ended.signal is not None and command.box.death.done():
+            if live.box is not command.box:
+                raise Conflict(f"sandbox {live.id} was reset while {about.argv0} ran in it")
+            raise self._lost(live)
         return RunResult.model_construct(  # every field is ours and right: validation would only cost time here
             exit_code=_exit_code(ended),
             signal=ended.signal,
             timed_out=timed_out,
             oom=ended.oom,
-            out=out.output(),
-            err=err.output(),
-            seconds=time.monotonic() - started,
+            out=output,
+            err=errors,
+            seconds=_now() - about.started_at,
             cpu_seconds=ended.cpu_seconds,
         )
 
@@ -333,13 +584,129 @@ class Node:
         if not 0 < port < 65_536:
             raise InvalidRequest(f"{port} is not a port", "ports go from 1 to 65535")
         with self._running(sandbox_id) as live:
+            box = live.box
             async with deadline(STEP_SECONDS, f"listening on port {port} of sandbox {sandbox_id}"):
-                work = self._listen(live.box, port, target)
+                work = self._listen(box, port, target)
                 served = await self._step(live, f"listen on port {port} of sandbox {sandbox_id}", work)
-            if live.box.death.done():
+            if box.death.done():
                 served.close()
                 raise self._lost(live)
-            live.routes.append(served)
+            live.routes.append(_Route(port, target, served))
+
+    # What becomes of its files.
+
+    async def reset(self, sandbox_id: str, image: str | None = None) -> Info:
+        live = self._running(sandbox_id)
+        with live:
+            async with live.changing:
+                return await shielded(self._reset(live, image))
+
+    async def _reset(self, live: _Live, image: str | None) -> Info:
+        """Another box in the place of this one. Not cut short: there is no sandbox with half a box."""
+        spec = live.spec if image is None else live.spec.model_copy(update={"image": image})
+        generation = live.generation + 1
+        box = await self._make(f"{live.id}.{generation}", spec, live.named, live.note(spec, generation))
+        if self._live.get(live.id) is not live:  # it ended meanwhile
+            await box.destroy(Ending.EXIT)
+            raise self._ended_error(live.id)
+        old, routes = live.box, live.routes
+        live.box, live.routes, live.spec, live.generation, live.paused = box, [], spec, generation, False
+        box.death.add_done_callback(partial(self._died, live, box))
+        for route in routes:
+            route.served.close()
+        async with deadline(STEP_SECONDS, f"ending what ran in sandbox {live.id}"):
+            await old.destroy(Ending.EXIT)
+        for route in routes:
+            served = await self._step(live, "listen again after a reset", self._listen(box, route.port, route.target))
+            live.routes.append(_Route(route.port, route.target, served))
+        return live.info()
+
+    async def snapshot(self, sandbox_id: str, name: str) -> ImageInfo:
+        live = self._running(sandbox_id)
+        with live:
+            return await self._snapshot(live, name)
+
+    async def _snapshot(self, live: _Live, name: str | None) -> ImageInfo:
+        async with live.changing, deadline(COPY_SECONDS, f"copying the files of sandbox {live.id}"):
+            return await self._step(live, f"snapshot sandbox {live.id}", self.driver.snapshot(live.box, name))
+
+    async def fork(self, sandbox_id: str, count: int = 1) -> list[Info]:
+        if not 0 < count <= MOST_FORKS:
+            raise InvalidRequest(f"a sandbox can be forked into 1 to {MOST_FORKS}, not into {count}")
+        live = self._running(sandbox_id)
+        with live:
+            image = (await self._snapshot(live, None)).name
+            self._forks[image] = set()
+            spec = live.spec.model_copy(update={"image": image})
+            turn = asyncio.Semaphore(ENDS_AT_ONCE)
+
+            async def one() -> Info:
+                async with turn:
+                    info = await self._create(spec, live.named)
+                self._forks[image].add(info.id)
+                return info
+
+            made = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
+            failed = [each for each in made if isinstance(each, BaseException)]
+            infos = [each for each in made if isinstance(each, Info)]
+            if failed:  # all or none
+                for info in infos:
+                    await self.destroy(info.id)
+                await self._forget_fork(image)
+                raise failed[0]
+            return infos
+
+    async def diff(self, sandbox_id: str) -> list[Change]:
+        live = self._running(sandbox_id)
+        async with deadline(COPY_SECONDS, f"looking through the files of sandbox {sandbox_id}"):
+            return await self._step(live, f"list the changes of sandbox {sandbox_id}", live.box.changes())
+
+    async def pause(self, sandbox_id: str) -> Info:
+        return await self._stop(sandbox_id, True)
+
+    async def resume(self, sandbox_id: str) -> Info:
+        return await self._stop(sandbox_id, False)
+
+    async def _stop(self, sandbox_id: str, stopped: bool) -> Info:
+        live = self._running(sandbox_id)
+        with live:
+            async with live.changing, deadline(STEP_SECONDS, f"pausing or resuming sandbox {sandbox_id}"):
+                work = live.box.pause() if stopped else live.box.resume()
+                await self._step(live, f"pause or resume sandbox {sandbox_id}", work)
+            live.paused = stopped
+            return live.info()
+
+    async def images(self) -> list[ImageInfo]:
+        return await self.driver.images()
+
+    async def delete_image(self, name: str) -> None:
+        async with deadline(COPY_SECONDS, f"deleting the image {name}"):
+            await self.driver.forget(name)
+
+    async def export_image(self, name: str) -> AsyncIterator[bytes]:
+        known = {image.name for image in await self.driver.images()}
+        if name not in known:
+            raise NotFound(f"there is no image {name!r} that can be exported", "those that exist: `sandlot image list`")
+        read, write = os.pipe2(os.O_CLOEXEC)
+        writing = asyncio.ensure_future(self._export(name, write))
+        try:
+            while chunk := await asyncio.to_thread(os.read, read, 1 << 20):
+                yield chunk
+            await writing
+        finally:
+            os.close(read)  # a writer that is not done yet gets EPIPE
+            await asyncio.wait((writing,))
+
+    async def _export(self, name: str, out: int) -> None:
+        try:
+            await self.driver.export(name, out)
+        except BrokenPipeError:
+            pass
+        finally:
+            os.close(out)
+
+    async def pools(self) -> list[PoolInfo]:
+        return self._pool.infos()
 
     async def destroy(self, sandbox_id: str, ending: Ending = Ending.EXIT) -> Info:
         live = self._live.get(sandbox_id)
@@ -370,16 +737,24 @@ class Node:
         live.ending = True
         self._in_background(self._end(live, ending))
 
+    async def _forget_fork(self, image: str) -> None:
+        """Nobody can be made from it, or be reset to it, any more."""
+        self._forks.pop(image, None)
+        with suppress(NotFound):
+            await self.driver.forget(image)
+
     async def _end(self, live: _Live, ending: Ending) -> None:
         """Destroy the box. When this returns no process of it is left and its end is on record."""
         live.ending = True
-        for served in live.routes:
-            served.close()
+        for route in live.routes:
+            route.served.close()
         async with deadline(STEP_SECONDS, f"ending sandbox {live.id}", "`sandlot doctor` looks at this host"):
             death = await live.box.destroy(ending)
         self._finish(live, death)
 
-    def _died(self, live: _Live, death: asyncio.Future[Death]) -> None:
+    def _died(self, live: _Live, box: Box, death: asyncio.Future[Death]) -> None:
+        if live.box is not box:
+            return  # a reset put another one in its place
         self._finish(live, death.result())
         if not live.ending:  # it died of itself: let the driver remove what is left of it
             self._end_soon(live, death.result().ending)
@@ -390,8 +765,12 @@ class Node:
         for timer in (live.idle_timer, live.lifetime_timer):
             if timer is not None:
                 timer.cancel()
-        for served in live.routes:
-            served.close()
+        for route in live.routes:
+            route.served.close()
+        for image, made in list(self._forks.items()):
+            made.discard(live.id)
+            if not made and live.spec.image == image:
+                self._in_background(self._forget_fork(image))
         self._record_end(live.id, live.spec, live.created_at, death, live.box.losses)
 
     def _record_end(
@@ -416,10 +795,16 @@ class Node:
                 break
             del self._ended[oldest.id]
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._recorded(work))
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that this node waits for when it closes; whoever asks for its result gets it, or its exception."""
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen: nobody may ask
+        return task
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task(self._recorded(work))
 
     async def _recorded(self, work: Coroutine[Any, Any, None]) -> None:
         """The top of a task that nobody awaits."""
@@ -452,13 +837,18 @@ class Node:
 
     def _lost(self, live: _Live) -> SandlotError:
         """SandboxEnded for a box whose death was noticed here before its callback ran."""
-        self._died(live, live.box.death)
+        self._died(live, live.box, live.box.death)
         return self._ended_error(live.id)
 
     async def _listen(self, box: Box, port: int, target: Target) -> asgi.Served:
         asgi.require()
+        note = None
+        if isinstance(target, Upstream) and self._grace:
+            note = target.model_dump_json()
+            if len(note) >= _NOTE_BYTES:
+                note = None  # then it ends with this node
         app = self._relay(target) if isinstance(target, Upstream) else target
-        listener = await box.listen(port)
+        listener = await box.listen(port, note)
         try:
             return await asgi.serve(listener, app)
         except BaseException:
@@ -495,106 +885,6 @@ class Node:
             except (OSError, SandlotError):
                 return False  # it answered
         return death.done()
-
-
-class _Output:
-    """One stream of a command on its way: the first half of the cap is kept from the head, the rest from the tail."""
-
-    __slots__ = ("_fd", "_head", "_head_cap", "_loop", "_reading", "_tail", "_tail_cap", "_total", "theirs")
-
-    def __init__(self, cap: int, pipes: list[_Output | _Input], theirs: list[int]) -> None:
-        self._fd, self.theirs = os.pipe2(os.O_CLOEXEC)
-        theirs.append(self.theirs)
-        pipes.append(self)
-        os.set_blocking(self._fd, False)  # our end only: a program's own output must block when the pipe is full
-        self._head_cap = cap // 2
-        self._tail_cap = cap - self._head_cap
-        self._head = bytearray()
-        self._tail = bytearray()
-        self._total = 0
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._readable)
-        self._reading = True
-
-    def _readable(self) -> None:
-        try:
-            chunk = os.read(self._fd, _PIPE_BYTES)
-        except BlockingIOError:
-            return
-        if chunk:
-            self._keep(chunk)
-        else:
-            self._stop()
-
-    def _keep(self, chunk: bytes) -> None:
-        self._total += len(chunk)
-        room = self._head_cap - len(self._head)
-        if room > 0:
-            self._head += chunk[:room]
-            chunk = chunk[room:]
-        if chunk:
-            self._tail += chunk
-            surplus = len(self._tail) - self._tail_cap
-            if surplus > 0:
-                del self._tail[:surplus]
-
-    def drain(self) -> None:
-        """Take what is in the pipe now. Not until its end: a child in the background may hold the other side open,
-        and write on for ever."""
-        if not self._reading:
-            return
-        left = int(struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, b"\0\0\0\0"))[0])
-        while left > 0 and (chunk := os.read(self._fd, min(left, _PIPE_BYTES))):
-            self._keep(chunk)
-            left -= len(chunk)
-
-    def say(self, text: str) -> None:
-        self._keep(text.encode(errors="surrogateescape"))
-
-    def output(self) -> Output:
-        return Output.model_construct(data=bytes(self._head + self._tail), total=self._total)
-
-    def _stop(self) -> None:
-        if self._reading:
-            self._reading = False
-            self._loop.remove_reader(self._fd)
-
-    def close(self) -> None:
-        self._stop()
-        os.close(self._fd)
-
-
-class _Input:
-    """Bytes on their way to a command's standard input, written as its pipe takes them."""
-
-    __slots__ = ("_fd", "_left", "_loop", "theirs")
-
-    def __init__(self, data: bytes, pipes: list[_Output | _Input], theirs: list[int]) -> None:
-        self.theirs, self._fd = os.pipe2(os.O_CLOEXEC)
-        theirs.append(self.theirs)
-        pipes.append(self)
-        os.set_blocking(self._fd, False)
-        self._left = memoryview(data)
-        self._loop = asyncio.get_running_loop()
-        self._writable()  # most inputs fit the pipe at once
-        if self._left:
-            self._loop.add_writer(self._fd, self._writable)
-
-    def _writable(self) -> None:
-        try:
-            self._left = self._left[os.write(self._fd, self._left) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self._left = self._left[:0]  # it does not want the rest
-        if not self._left:
-            self.close()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            self._loop.remove_writer(self._fd)
-            os.close(self._fd)
-            self._fd = -1
 
 
 async def _wait(process: Process, timeout: float | None) -> tuple[Exit, bool]:
@@ -645,13 +935,16 @@ def _not_started(program: str, cwd: str, ended: Exit) -> str:
     return f"sandlot: {program}: cannot be executed: {reason}\n"
 
 
-def local_node(state_dir: Path | None = None) -> Node:
-    """A node of this host's native boxes, to be started. Raises HostFault when its directory cannot be made."""
-    from sandlot.drivers.native.box import NativeDriver
+def local_node(
+    state_dir: Path | None = None, *, name: str | None = None, orphan_grace: float = 0.0, warm: Sequence[Warm] = ()
+) -> Node:
+    """A node of this host's native boxes, to be started. With a `name` it takes over the directory, and with an
+    `orphan_grace` the sandboxes, of a dead node of that name. Raises HostFault when its directory cannot be made."""
+    from sandlot.drivers.native.driver import NativeDriver
 
-    directory = NodeDirectory.claim(state_dir)
+    directory = NodeDirectory.claim(state_dir, name)
     try:
-        return Node(NativeDriver(directory.path), directory=directory)
+        return Node(NativeDriver(directory.path), directory=directory, orphan_grace=orphan_grace, warm=warm)
     except BaseException:
         directory.remove()
         raise

@@ -7,19 +7,34 @@ host may be mounted is asked of `volumes.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, TypeAdapter
 
-from sandlot.api import Capability, Ending, Info, NodeAPI, Run, RunResult, SandboxSpec, Stats, Upstream
+from sandlot.api import (
+    Capability,
+    Change,
+    Ending,
+    ImageInfo,
+    Info,
+    NodeAPI,
+    PoolInfo,
+    Run,
+    RunResult,
+    SandboxSpec,
+    Stats,
+    Upstream,
+)
 
 router = APIRouter(prefix="/v1")
 
 T = TypeVar("T")
 
 _INFOS = TypeAdapter(list[Info])
+_CHANGES = TypeAdapter(list[Change])
 
 
 async def _node(request: Request) -> NodeAPI:
@@ -29,6 +44,7 @@ async def _node(request: Request) -> NodeAPI:
 
 Node = Annotated[NodeAPI, Depends(_node)]
 Id = Annotated[str, Path(description="a sandbox's id", examples=["sb-0a1b2c3d4e5f60"])]
+Name = Annotated[str, Path(description="an image's name", examples=["solved"])]
 FilePath = Annotated[str, Query(description="absolute path inside", examples=["/root/notes.txt"])]
 
 
@@ -81,6 +97,86 @@ async def info(node: Node, sandbox_id: Id) -> Response:
 async def stats(node: Node, sandbox_id: Id) -> Response:
     """What a sandbox uses now; null where this host does not count it."""
     return _json(await node.stats(sandbox_id))
+
+
+@router.post("/sandboxes/{sandbox_id}/reset", response_model=Info)
+async def reset(
+    node: Node,
+    sandbox_id: Id,
+    image: Annotated[str | None, Body(embed=True, description="null: the image that it has")] = None,
+) -> Response:
+    """Back to its image, or to another one: its processes and files are gone; id, limits, labels and routes stay."""
+    return _json(await node.reset(sandbox_id, image))
+
+
+@router.post("/sandboxes/{sandbox_id}/snapshot", status_code=201, response_model=ImageInfo)
+async def snapshot(
+    node: Node, sandbox_id: Id, name: Annotated[str, Body(embed=True, description="of the new image")]
+) -> Response:
+    """Make an image of its files as they are now."""
+    return _json(await node.snapshot(sandbox_id, name), 201)
+
+
+@router.post("/sandboxes/{sandbox_id}/fork", status_code=201, response_model=list[Info])
+async def fork(
+    request: Request, node: Node, sandbox_id: Id, count: Annotated[int, Body(embed=True, ge=1)] = 1
+) -> Response:
+    """So many new sandboxes like this one, with its files as they are now and none of its processes."""
+    made = await node.fork(sandbox_id, count)
+    if await request.is_disconnected():  # nobody would ever know their ids
+        made = [await node.destroy(info.id, Ending.KILLED) for info in made]
+    return Response(_INFOS.dump_json(made), 201, media_type="application/json")
+
+
+@router.get("/sandboxes/{sandbox_id}/diff", response_model=list[Change])
+async def diff(node: Node, sandbox_id: Id) -> Response:
+    """What differs from its image."""
+    return Response(_CHANGES.dump_json(await node.diff(sandbox_id)), media_type="application/json")
+
+
+@router.post("/sandboxes/{sandbox_id}/pause", response_model=Info)
+async def pause(node: Node, sandbox_id: Id) -> Response:
+    """Stop every process where it is."""
+    return _json(await node.pause(sandbox_id))
+
+
+@router.post("/sandboxes/{sandbox_id}/resume", response_model=Info)
+async def resume(node: Node, sandbox_id: Id) -> Response:
+    """Let them go on."""
+    return _json(await node.resume(sandbox_id))
+
+
+@router.get("/images")
+async def images(node: Node) -> list[ImageInfo]:
+    """The snapshots that can be started from."""
+    return await node.images()
+
+
+@router.delete("/images/{name}", status_code=204)
+async def delete_image(node: Node, name: Name) -> Response:
+    """Delete a snapshot; sandboxes made from it live on."""
+    await node.delete_image(name)
+    return Response(status_code=204)
+
+
+@router.get("/images/{name}/tar", response_class=StreamingResponse)
+async def export_image(node: Node, name: Name) -> Response:
+    """What a snapshot holds over its base, as a tar in the form of an OCI layer."""
+    chunks = node.export_image(name)
+    first = await anext(chunks)  # an error is an answer, not a broken stream
+
+    async def body() -> AsyncIterator[bytes]:
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+    return StreamingResponse(body(), media_type="application/x-tar")
+
+
+@router.get("/pools")
+async def pools(node: Node) -> list[PoolInfo]:
+    """The warm sandboxes that wait to be handed out."""
+    return await node.pools()
 
 
 @router.delete("/sandboxes/{sandbox_id}", response_model=Info)

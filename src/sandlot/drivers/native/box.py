@@ -1,100 +1,61 @@
-"""NativeDriver makes boxes out of namespaces; NativeBox is one of them.
+"""NativeBox is one box made of namespaces; NativeDriver makes them.
 
-The driver owns what a node has once: the image directory, its cgroups, its ranges of host ids. A box owns its helper
-(PID 1, a child of this process), the control socket, its cgroups and its id range, and gives all of it back in one
-place, `_ended`, whatever the cause. Deadlines for requests are here; how long a box or a command may live is the
-node's business.
+It owns its helper (PID 1, a child of this process or of one that is dead), the control socket, its cgroups, its id
+range and its record, and gives all of it back in one place, `_settle`, whatever the cause. Deadlines for requests are
+here; how long a box or a command may live is the node's business.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
-import fcntl
-import itertools
 import os
-import resource
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sandlot.aio import deadline, shielded
-from sandlot.api import Capability, Ending, SandboxSpec, Stats
-from sandlot.drivers.base import Death, Exit, Spawn
-from sandlot.drivers.images import Image, Images
-from sandlot.drivers.native import cgroup, disk, ids, seccomp
+from sandlot.api import Change, Ending, SandboxSpec, Stats
+from sandlot.drivers.base import Adopted, Death, Exit, Hold, Keeping, Spawn
+from sandlot.drivers.images import Image
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups, RunGroup
 from sandlot.drivers.native.ids import RANGE, HostIds, SubIds
-from sandlot.drivers.native.plan import Host, Plan, make_plan, most_files
-from sandlot.drivers.native.promises import LIMITED_BY, Facts, losses, promises
+from sandlot.drivers.native.keep import Record
+from sandlot.drivers.native.plan import Plan
+from sandlot.drivers.native.trees import map_owners, open_tree
 from sandlot.drivers.native.wire import KILL_ONLY_ITSELF, Answer, Channel, Frame, Key, Value
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, StartFailed, Unsupported
 
-HELPER = Path(__file__).parent / "bin" / "sandlot-init"
-
-# A start takes about 5 ms; a host that swaps may take seconds. Past this the host is not usable.
-START_SECONDS = 20.0
 # Answers of the helper take well under a millisecond.
 REQUEST_SECONDS = 20.0
-
-_RUNNABLE = 0o555
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-
-# Tests remove one protection at a time by handing the driver another planner than make_plan.
-Planner = Callable[[SandboxSpec, Image, Host], Plan]
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_OPEN_TREE, _MOUNT_SETATTR = 428, 442  # the same numbers on x86_64 and aarch64
-_AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
-_OPEN_TREE_CLONE, _MOUNT_ATTR_IDMAP = 1, 0x00100000
+# To copy or list what a box has written: gigabytes at the speed of a disk.
+COPY_SECONDS = 1800.0
 
 
-class _MountAttributes(ctypes.Structure):
-    _fields_ = (
-        ("set", ctypes.c_uint64),
-        ("clear", ctypes.c_uint64),
-        ("propagation", ctypes.c_uint64),
-        ("userns_fd", ctypes.c_uint64),
-    )
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy of the upper directory holds."""
+
+    bytes: int
+    files: int
 
 
-def _open_tree(path: str) -> int:
-    """A detached copy of the mounts at `path`, as a descriptor. Only root may."""
-    fd: int = _libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _OPEN_TREE_CLONE | _AT_RECURSIVE | os.O_CLOEXEC)
-    if fd < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error), path)
-    return fd
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What `NativeBox.start` needs beside the box. `files` is a file system for the upper directory, `locks` are held
+    by PID 1 for life; both stay the caller's."""
 
-
-def _kernel() -> tuple[int, int]:
-    """The running kernel's version."""
-    major, minor = os.uname().release.split(".")[:2]
-    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)) or 0)
-
-
-def _has_root() -> bool:
-    """Whether this process is root with root's powers: in a container it often is root by name only, or has no ids to
-    give away, and then boxes are made as an ordinary user makes them."""
-    if os.geteuid() != 0 or not ids.mapped(Path("/proc/self/uid_map").read_text()):
-        return False
-    try:
-        os.close(_open_tree("/"))
-    except OSError:
-        return False
-    return True
-
-
-def _map_ids(tree: int, user_namespace: int) -> bool:
-    """Show the tree's owners through the box's id map: host root's files belong to root inside. False: cannot."""
-    attributes = _MountAttributes(set=_MOUNT_ATTR_IDMAP, userns_fd=user_namespace)
-    flags = _AT_EMPTY_PATH | _AT_RECURSIVE
-    result: int = _libc.syscall(_MOUNT_SETATTR, tree, b"", flags, ctypes.byref(attributes), ctypes.sizeof(attributes))
-    return result == 0
+    helper: str
+    plan: Plan
+    files: int | None
+    locks: tuple[int, ...]
+    keeping: Keeping
 
 
 async def _connected(sock: socket.socket) -> None:
@@ -112,179 +73,6 @@ async def _connected(sock: socket.socket) -> None:
         sock.close()
         raise
     loop.remove_writer(sock)
-
-
-class Helper:
-    """The helper's program, run from a sealed copy in memory. PID 1 of an ordinary user's box shows its program to root
-    inside, who is that user, and could change the file's mode or times for every box after it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._copy = -1
-
-    def runnable(self) -> str:
-        """A path to run now. Raises OSError."""
-        if self._copy < 0 or os.fstat(self._copy).st_mode & 0o777 != _RUNNABLE:
-            self.close()
-            self._copy = self._make()
-        return str(self.path) if self._copy < 0 else f"/proc/self/fd/{self._copy}"
-
-    def _make(self) -> int:
-        try:
-            fd = os.memfd_create("sandlot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError:
-            return -1  # a host that forbids programs in memory
-        try:
-            os.write(fd, self.path.read_bytes())
-            os.fchmod(fd, _RUNNABLE)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
-    def close(self) -> None:
-        if self._copy >= 0:
-            os.close(self._copy)
-            self._copy = -1
-
-
-class NativeDriver:
-    """Boxes from namespaces. `directory` is the node's own; nothing is made before the first `create`."""
-
-    name = "native"
-
-    def __init__(self, directory: Path, helper: Path = HELPER, planner: Planner = make_plan) -> None:
-        self._helper = Helper(helper)
-        self._directory = directory
-        self._images = Images(directory / "images")
-        self.cgroups = Cgroups(directory.name, directory)
-        self._ids = HostIds() if _has_root() else None
-        self._sub_ids: SubIds | None = None
-        self._started = False
-        self._host = Host(root=False, stage="/tmp", pids_by_cgroup=False)
-        self.planner = planner
-        self.facts = Facts(ids="one")
-
-    async def create(self, box_id: str, spec: SandboxSpec, named: frozenset[str] = frozenset()) -> NativeBox:
-        if not self._started:
-            self._start()
-        image = self._images.resolve(spec.image)
-        for volume in spec.volumes:
-            if not os.path.exists(volume.source):  # noqa: ASYNC240, PTH110  (one stat of a local path)
-                raise InvalidRequest(f"the volume {volume.source} does not exist on this host")
-        self._check_limits(spec, named)
-        group = self.cgroups.make(box_id, spec.limits)
-        try:
-            refused = self._check_kept(spec, named, group)
-            box = NativeBox(box_id, group, self._ids, self._sub_ids)
-        except BaseException:
-            group.remove()
-            raise
-        try:
-            async with deadline(START_SECONDS, "the start of a sandbox", "is the host out of memory?"):
-                files = await self._disk(spec, named, box)
-                plan = self.planner(spec, image, replace(self._host, disk=files is not None))
-                try:
-                    await box._start(self._helper.runnable(), plan, files)
-                finally:
-                    if files is not None:
-                        os.close(files)
-        except BaseException:
-            await shielded(box.destroy(Ending.START_FAILED))
-            raise
-        self._learn(box)
-        box.losses = losses(self.facts, spec) + refused
-        return box
-
-    async def _disk(self, spec: SandboxSpec, named: frozenset[str], box: NativeBox) -> int | None:
-        """A file system for a box that is to hold more files than fit in its memory, where they are otherwise."""
-        limits = spec.limits
-        if "disk" not in named or limits.memory is None or limits.disk <= most_files(limits.memory):
-            return None
-        return await disk.make(self._directory, limits.disk, limits.inodes, box.root_id)
-
-    def _learn(self, box: NativeBox) -> None:
-        """What only the making of a box shows."""
-        if box.owners_mapped is not self.facts.owners_mapped:
-            self.facts = replace(self.facts, owners_mapped=box.owners_mapped)
-        if box.refused_ids and self._sub_ids is not None:
-            self._sub_ids = None
-            self.facts = replace(self.facts, ids="one", ids_reason=f"the node is not root, and {box.refused_ids}")
-
-    async def capabilities(self) -> list[Capability]:
-        from sandlot.drivers.native import checks  # it knows this module
-
-        return await checks.probe(self)
-
-    @property
-    def has_root(self) -> bool:
-        return self._ids is not None
-
-    async def sweep(self, directory: Path) -> None:
-        """Remove what boxes of a dead node left behind: their cgroups. The rest went with their processes."""
-        await asyncio.to_thread(cgroup.sweep, directory)
-
-    async def close(self) -> None:
-        self._helper.close()
-        self.cgroups.close()
-        if self._ids is not None:
-            self._ids.close()
-
-    def _start(self) -> None:
-        if not self._helper.path.exists():
-            raise Unsupported(
-                "this installation has no sandlot-init, so it cannot make native sandboxes",
-                "install a compiler and reinstall: `apt install gcc libc6-dev`, then reinstall sandlot",
-            )
-        stage = next((path for path in ("/tmp", "/run", "/mnt") if Path(path).is_dir()), None)
-        if stage is None:
-            raise Unsupported("this host has no /tmp, /run or /mnt to put a sandbox together on", "`mkdir /tmp`")
-        self.cgroups.start()
-        kept = self.cgroups.controllers
-        self._host = Host(
-            root=self._ids is not None, stage=stage, pids_by_cgroup="pids" in kept, memory_by_cgroup="memory" in kept
-        )
-        lent = SubIds.find() if self._ids is None else ""
-        self._sub_ids = lent if isinstance(lent, SubIds) else None
-        self.facts = Facts(
-            ids="own" if self._ids is not None else "one" if self._sub_ids is None else "shared",
-            ids_reason=lent if isinstance(lent, str) else "",
-            controllers=kept,
-            kill_groups=self.cgroups.v2_kill,
-            filtered=bool(seccomp.program()),
-            limits_namespaces=_kernel() >= (5, 14),
-            restricts_below=_kernel() >= (5, 12),
-            disk_fix=disk.why_not() if self._ids is not None else "run the node as root",
-        )
-        self._started = True
-
-    def _check_kept(self, spec: SandboxSpec, named: frozenset[str], group: BoxGroup) -> tuple[str, ...]:
-        """The kernel may refuse a value where it takes others: a refusal if it was asked for, else a loss."""
-        refused = []
-        for name, (controller, promise) in LIMITED_BY.items():
-            value = getattr(spec.limits, name)
-            if value is None or controller not in self.cgroups.controllers or controller in group.kept:
-                continue
-            if name in named:
-                raise Unsupported(f"the kernel does not take {value} as a limit on {name}", "ask for another value")
-            refused.append(f"{promise}: the kernel does not take {value} for {name}")
-        return tuple(refused)
-
-    def _check_limits(self, spec: SandboxSpec, named: frozenset[str]) -> None:
-        lost = {line.name: line for line in promises(self.facts) if line.state == "loss"}
-        for name, (_, promise) in LIMITED_BY.items():
-            if name in named and promise in lost and getattr(spec.limits, name) is not None:
-                raise Unsupported(
-                    f"this host cannot keep a limit on {name}: {lost[promise].found}",
-                    f"{lost[promise].fix}; or leave the limit out and accept the loss",
-                )
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        if spec.limits.open_files > hard:
-            raise Unsupported(
-                f"a sandbox's process cannot have {spec.limits.open_files} open files: the node's own limit is {hard}",
-                "raise the node's hard limit of open files (`ulimit -Hn`), and `/proc/sys/fs/nr_open` for more",
-            )
 
 
 class NativeProcess:
@@ -310,6 +98,7 @@ class NativeProcess:
             self._group.kill()
 
     async def release(self) -> None:
+        self._box._release(self.run_id)
         if self._group is not None:
             self._group.close()
 
@@ -317,16 +106,32 @@ class NativeProcess:
 class NativeBox:
     """One box. Made by NativeDriver.create."""
 
-    def __init__(self, box_id: str, group: BoxGroup, ids: HostIds | None, sub_ids: SubIds | None) -> None:
+    def __init__(
+        self,
+        box_id: str,
+        image: Image,
+        group: BoxGroup,
+        cgroups: Cgroups,
+        ids: HostIds | None = None,
+        sub_ids: SubIds | None = None,
+        record: Record | None = None,
+    ) -> None:
         self.id = box_id
+        self.image = image
+        self._cgroups = cgroups
+        self._record = record
+        self._facts: dict[str, Any] = {}  # what is in the record
+        self._held: set[int] = set()  # ids of runs and listeners that PID 1 keeps something of
+        self._paused = False
         self.losses: tuple[str, ...] = ()
         self.owners_mapped = True  # whether files of the image have their owners inside
         self.refused_ids = ""  # why the ids that are lent to this user could not be had after all
         self._sub_ids = sub_ids
+        self._many_ids = ids is not None or sub_ids is not None  # whether there is another user than root inside
         loop = asyncio.get_running_loop()
         self.death: asyncio.Future[Death] = loop.create_future()
         self._loop = loop
-        self._group = group
+        self.group = group
         self._ids = ids
         self._base = ids.take() if ids is not None else None
         self._channel: Channel | None = None
@@ -345,20 +150,27 @@ class NativeBox:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int) -> NativeProcess:
-        if what.user and self._base is None and self._sub_ids is None:
+    async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int, hold: Hold | None = None) -> NativeProcess:
+        if self._paused:
+            raise Conflict("the sandbox is paused: nothing can be started in it", "resume it first")
+        if what.user and not self._many_ids:
             raise Unsupported(
                 f"user {what.user} does not exist in this sandbox: the node is not root, so there is only user 0",
                 "run the node as root, or `apt install uidmap` and lend its user 65,536 ids in /etc/sub{uid,gid}",
             )
         channel = self._open_channel()
-        group = self._group.make_run()
+        group = self.group.make_run()
         process = NativeProcess(self, group)
         fields: list[tuple[Key, Value]] = [(Key.ARG, argument) for argument in what.argv]
         fields += [(Key.ENV, f"{name}={value}") for name, value in what.env.items()]
         fields += [(Key.CWD, what.cwd), (Key.USER, what.user)]
         fds = [stdin, stdout, stderr] if group is None else [stdin, stdout, stderr, group.procs]
         run_id, answer = channel.ask_soon()
+        if hold is not None and self._record is not None:
+            path = "" if group is None else group.path
+            fields += [(Key.HOLD, len(hold.fds)), (Key.NOTE, f"{path}\n{hold.note}")]
+            fds += hold.fds
+            self._held.add(run_id)
         process.run_id = run_id
         self._processes[run_id] = process
         try:
@@ -384,9 +196,12 @@ class NativeBox:
         process.pid = done.number(Key.PID) or 0
         return process
 
-    async def listen(self, port: int) -> socket.socket:
+    async def listen(self, port: int, note: str | None = None) -> socket.socket:
+        fields: list[tuple[Key, Value]] = [(Key.PORT, port)]
+        if note is not None and self._record is not None:
+            fields += [(Key.HOLD, 1), (Key.NOTE, note)]
         try:
-            return self._socket(await self._ask(Frame.LISTEN, "listening inside", [(Key.PORT, port)]))
+            return self._socket(await self._ask(Frame.LISTEN, "listening inside", fields))
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise  # the host's trouble, not the port's
@@ -424,17 +239,124 @@ class NativeBox:
         finally:
             os.close(root)
         used = {"disk": (disk.f_blocks - disk.f_bfree) * disk.f_frsize, "inodes": disk.f_files - disk.f_ffree}
-        return Stats.model_validate(self._group.usage() | used)
+        return Stats.model_validate(self.group.usage() | used)
+
+    async def changes(self) -> list[Change]:
+        read, write = os.pipe2(os.O_CLOEXEC)
+        reading = asyncio.create_task(asyncio.to_thread(_read_all, read))
+        try:
+            await self._work(Frame.LIST, "listing what was written", [write])
+        finally:
+            os.close(write)
+            listed: bytes = await shielded(_result(reading))
+        below = [Path(path) for path in (self.image.root, *self.image.layers)]
+        return await asyncio.to_thread(_changes, listed, below, self._facts["mounts"])
+
+    async def copy_upper(self, target: Path, below: Sequence[Path]) -> Copied:
+        """Copy what the box has written into the empty directory `target`, over copies of the layers `below`. Nothing
+        of the box runs meanwhile. Raises Unsupported where owners cannot be written as the box sees them."""
+        fds: list[int] = []
+        was_paused = self._paused
+        try:
+            fds.extend(self._as_seen(path) for path in (target, *below))
+            await self.pause()
+            try:
+                answer = await self._work(Frame.COPY, "copying what was written", fds)
+            finally:
+                if not was_paused:
+                    await shielded(self.resume())
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return Copied(answer.number(Key.BYTES) or 0, answer.number(Key.FILES) or 0)
+
+    def _as_seen(self, path: Path) -> int:
+        """A directory of the host in which root inside may write, and whose owners are those that the box sees."""
+        if self._base is None:
+            return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        tree = open_tree(str(path))
+        namespace = os.open(f"/proc/{self._pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            map_owners(tree, namespace)
+            return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=tree)
+        except OSError as error:
+            raise Unsupported(
+                f"snapshots cannot be written to {path.parent}: this kernel cannot map owners there",
+                "use Linux 5.12 or newer and a state directory on ext4, xfs or btrfs",
+            ) from error
+        finally:
+            os.close(namespace)
+            os.close(tree)
+
+    async def _work(self, kind: Frame, what: str, fds: Sequence[int]) -> Answer:
+        """A request that takes a child of PID 1 as long as it takes; it is killed when nobody waits any more."""
+        channel = self._open_channel()
+        request_id, waiting = channel.ask_soon()
+        channel.send(kind, request_id, [], fds)
+        try:
+            async with deadline(COPY_SECONDS, f"{what} in sandbox {self.id}"):
+                answer = await waiting
+        except BaseException:
+            if channel.open:
+                channel.send(Frame.KILL, 0, [(Key.RUN, request_id), (Key.FLAGS, KILL_ONLY_ITSELF)])
+            raise
+        number = answer.number(Key.ERRNO) or 0
+        if number:
+            where = f" at /{answer.words()}" if answer.words() else ""
+            raise HostFault(f"{what} failed{where}: {os.strerror(number)}")
+        return answer
+
+    async def pause(self) -> None:
+        await self._stop(True)
+
+    async def resume(self) -> None:
+        await self._stop(False)
+
+    async def _stop(self, stopped: bool) -> None:
+        if stopped is self._paused:
+            return
+        self._open_channel()
+        self._paused = stopped  # first: nothing is started while the others are being stopped
+        try:
+            if self.group.runs is not None:
+                await asyncio.to_thread(self.group.freeze, stopped)
+            else:
+                number = signal.SIGSTOP if stopped else signal.SIGCONT
+                await self._ask(Frame.SIGNAL, "stopping processes", [(Key.SIGNAL, number)])
+        except BaseException:
+            self._paused = not stopped
+            raise
+
+    async def claim(self, spec: SandboxSpec, keeping: Keeping) -> None:
+        """What `NativeDriver.claim` does to the box itself."""
+        assert self._record is not None
+        lifetime = 0 if spec.lifetime is None else max(1, int(spec.lifetime * 1000))
+        fields: list[tuple[Key, Value]] = [(Key.LIFETIME, lifetime), (Key.GRACE, int(keeping.grace * 1000))]
+        await self._ask(Frame.CLAIM, "claiming", fields)
+        self._write_record(note=keeping.note, parked=False)
+        if not keeping.grace:
+            self._record.remove()
+            self._record = None
 
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
         if self._asked is None:
             self._asked = ending
-            if self._pid:  # our own child, not reaped: the number is nobody else's
+            if self._pidfd >= 0:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            elif self._pid:  # our own child, not reaped: the number is nobody else's
                 os.kill(self._pid, signal.SIGKILL)
         async with deadline(REQUEST_SECONDS, f"the end of sandbox {self.id}", "a process of it hangs in the kernel"):
             if not self._pid and not self.death.done():
                 await self._abandon()
             return await asyncio.shield(self.death)
+
+    def _release(self, request_id: int) -> None:
+        """PID 1 need not keep anything of this run any more."""
+        if request_id in self._held:
+            self._held.discard(request_id)
+            if self._channel is not None and self._channel.open:
+                self._channel.send(Frame.RELEASE, 0, [(Key.RUN, request_id)])
 
     def _open_channel(self) -> Channel:
         if self._channel is None or not self._channel.open:
@@ -458,18 +380,18 @@ class NativeBox:
 
     # -- start ----------------------------------------------------------------------------------------------------
 
-    async def _start(self, helper: str, plan: Plan, files: int | None) -> None:
-        """Start the helper and carry it to "ready". On any failure the caller destroys the box. `files` is a file
-        system for the upper directory."""
+    async def start(self, what: Start) -> None:
+        """Start the helper and carry it to "ready". On any failure the caller destroys the box."""
+        plan = what.plan
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         trees: list[int] = []
-        joins = self._group.procs()
+        joins = self.group.procs()
         try:
             with theirs:
                 self._channel = Channel(ours, self._exited, self._going)
                 # Not a subprocess: vfork and exec of a small static program, about 1 ms, which nothing could shorten.
                 self._maker = os.posix_spawn(  # noqa: ASYNC221
-                    helper,
+                    what.helper,
                     ["sandlot-init"],
                     {},
                     file_actions=[
@@ -480,12 +402,23 @@ class NativeBox:
                     ],
                 )
             if self._base is not None:
-                trees = [_open_tree(source) for source in plan.sources]
-            passed = trees if files is None else [*trees, files]
-            fields = plan.fields(self._base, range(len(passed), len(passed) + len(joins)))
-            self._channel.send(Frame.PLAN, 0, fields, [*passed, *joins])
+                trees = [open_tree(source) for source in plan.sources]
+            self._send_plan(what, trees, joins)
             answer = await self._next(Frame.PID)
-            self._adopt(answer.number(Key.PID) or 0)
+            self._know(answer.number(Key.PID) or 0)
+            self._write_record(
+                id=self.id,
+                pid=self._pid,
+                base=self._base,
+                many=self._many_ids,
+                image=asdict(self.image),
+                cgroups=self.group.facts(),
+                losses=(),
+                mounts=plan.mount_points,
+                oom=0,
+                note=what.keeping.note,
+                parked=what.keeping.parked,
+            )
             if not await self._borrow_ids():
                 self._write_maps(trees)
             self._channel.send(Frame.MAPPED, 0, [])
@@ -497,6 +430,86 @@ class NativeBox:
         finally:
             for fd in (*trees, *joins):
                 os.close(fd)
+
+    def _send_plan(self, what: Start, trees: list[int], joins: list[int]) -> None:
+        assert self._channel is not None
+        fds = trees if what.files is None else [*trees, what.files]
+        first = len(fds)
+        fds = [*fds, *joins]
+        keeps = [*what.locks]
+        if self._record is not None and self._ids is not None and self._base is not None:
+            keeps.append(self._ids.lock_of(self._base))
+        fields = what.plan.fields(self._base, range(first, len(fds)), range(len(fds), len(fds) + len(keeps)))
+        fds += keeps
+        if self._record is not None:
+            fields += [(Key.RECORD, len(fds)), (Key.LISTENER, len(fds) + 1)]
+            fields.append((Key.GRACE, int(what.keeping.grace * 1000)))
+            fds += [self._record.file, self._record.listener]
+        self._channel.send(Frame.PLAN, 0, fields, fds)
+        if self._record is not None:
+            self._record.passed()
+
+    def lose(self, losses: tuple[str, ...]) -> None:
+        """What it turned out not to get."""
+        self.losses = losses
+        if losses:
+            self._write_record(losses=losses)
+
+    def _write_record(self, **facts: Any) -> None:
+        self._facts |= facts
+        if self._record is None:
+            return
+        try:
+            self._record.write(self._facts)
+        except (OSError, ValueError) as error:
+            raise HostFault(
+                f"the record of sandbox {self.id} cannot be written: {error}", "is the disk full?"
+            ) from error
+
+    @classmethod
+    async def adopted(cls, facts: dict[str, Any], record: Record, cgroups: Cgroups) -> Adopted:
+        """A box whose node has died. Raises OSError, HostFault when it dies meanwhile."""
+        image = Image(**{name: _tuples(value) for name, value in facts["image"].items()})
+        box = cls(facts["id"], image, BoxGroup.restored(facts["cgroups"]), cgroups, record=record)
+        found = Adopted(box, facts["note"], [], [])
+        try:
+            box._facts = facts
+            box._base, box._oom_seen = facts["base"], facts["oom"]
+            box._many_ids = facts["many"]
+            box.losses = tuple(facts["losses"])
+            box._pidfd = os.pidfd_open(facts["pid"])  # no child of ours: only a descriptor names it for sure
+            if not record.alive():
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+            box._channel = Channel(record.connect(), box._exited, box._going, partial(box._take_held, found))
+            await box._next(Frame.READY)
+            box._pid, box._lives = facts["pid"], True
+            box._paused = box.group.frozen()
+        except BaseException:
+            if box._channel is not None:
+                box._channel.close()
+            if box._pidfd >= 0:
+                os.close(box._pidfd)
+            box.group.close()
+            for _, _, fds in found.runs:
+                for fd in fds:
+                    os.close(fd)
+            for listener, _, _ in found.listeners:
+                listener.close()
+            raise
+        return found
+
+    def _take_held(self, found: Adopted, answer: Answer) -> None:
+        note = str(answer.fields.get(Key.NOTE, ""))
+        port = answer.number(Key.PORT)
+        if port is not None:
+            found.listeners.append((self._socket(answer), port, note))
+            return
+        path, _, note = note.partition("\n")
+        process = NativeProcess(self, self.group.restored_run(path))
+        process.run_id, process.pid = answer.id, answer.number(Key.PID) or 0
+        self._processes[answer.id] = process
+        self._held.add(answer.id)
+        found.runs.append((process, note, tuple(answer.fds)))
 
     async def _next(self, expected: Frame) -> Answer:
         assert self._channel is not None
@@ -514,7 +527,7 @@ class NativeBox:
             raise StartFailed(f"the helper answered out of order ({answer.kind}): it is of another version")
         return answer
 
-    def _adopt(self, pid: int) -> None:
+    def _know(self, pid: int) -> None:
         """PID 1 is a child of this process (CLONE_PARENT); the process that made it is done and is reaped here."""
         self._pid = pid
         self._reap_maker()
@@ -536,6 +549,7 @@ class NativeBox:
         except HostFault as error:
             self.refused_ids = error.message
             self._sub_ids = None
+            self._many_ids = False
             return False
         return True
 
@@ -554,11 +568,12 @@ class NativeBox:
         Path(proc, "gid_map").write_text(f"0 {self._base} {RANGE}")
         user_namespace = os.open(f"{proc}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            mapped = [_map_ids(tree, user_namespace) for tree in trees]
+            for tree in trees:
+                map_owners(tree, user_namespace)
+        except OSError:  # a kernel or file system that cannot
+            self.owners_mapped = False
         finally:
             os.close(user_namespace)
-        if not all(mapped):
-            self.owners_mapped = False
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -566,8 +581,11 @@ class NativeBox:
         process = self._processes.pop(answer.id, None)
         if process is None or process.exit.done():
             return
-        kills = self._group.oom_kills()
+        kills = self.group.oom_kills()
         oom, self._oom_seen = kills > self._oom_seen, kills
+        if oom:
+            with suppress(HostFault):
+                self._write_record(oom=kills)
         error = answer.number(Key.ERRNO)
         process.exit.set_result(
             Exit(
@@ -596,13 +614,14 @@ class NativeBox:
         """PID 1 has closed its end of the socket, the first thing that the kernel does for a process that dies. It is
         dead when everything in the box is."""
         if self._pid:
-            self._pidfd = os.pidfd_open(self._pid)
+            if self._pidfd < 0:
+                self._pidfd = os.pidfd_open(self._pid)
             self._loop.add_reader(self._pidfd, self._ended)
 
     def _ended(self) -> None:
         """PID 1 is dead, and with it, by the kernel's rule, everything in the box."""
         self._loop.remove_reader(self._pidfd)
-        status = 0
+        status: int | None = None
         with suppress(ChildProcessError):
             _, status = os.waitpid(self._pid, 0)
         os.close(self._pidfd)
@@ -611,15 +630,22 @@ class NativeBox:
             death = Death(self._asked)
         elif not self._lives:
             death = Death(Ending.START_FAILED)
-        elif os.WIFSIGNALED(status):
-            oom = self._group.oom_kills() > self._oom_seen
-            number = os.WTERMSIG(status)
-            death = Death(Ending.OOM if oom else Ending.HELPER_DIED, f"sandlot-init was ended by signal {number}")
-        elif os.WEXITSTATUS(status):
-            death = Death(Ending.HELPER_DIED, "sandlot-init gave up")
-        else:
+        elif self._left(status):
             death = Death(Ending.LIFETIME)
+        else:
+            oom = self.group.oom_kills() > self._oom_seen
+            killed = status is not None and os.WIFSIGNALED(status)
+            detail = (
+                f"sandlot-init was ended by signal {os.WTERMSIG(status or 0)}" if killed else "sandlot-init gave up"
+            )
+            death = Death(Ending.OOM if oom else Ending.HELPER_DIED, detail)
         self._settle(death)
+
+    def _left(self, status: int | None) -> bool:
+        """Whether PID 1 left by itself, at the end of its lifetime. Of one that is not our child the record tells."""
+        if status is None:
+            return self._record is not None and self._record.last_word() == "lifetime"
+        return status == 0
 
     def _settle(self, death: Death) -> None:
         """The one place where a box gives back what it holds."""
@@ -629,9 +655,93 @@ class NativeBox:
             if not process.exit.done():
                 process.exit.set_result(Exit(signal=signal.SIGKILL))
         self._processes.clear()
-        self._group.remove()
+        self.group.remove()
+        if self._record is not None:
+            self._record.passed()
+            self._record.remove()
         if self._ids is not None and self._base is not None:
             self._ids.give_back(self._base)
             self._base = None
         if not self.death.done():
             self.death.set_result(death)
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, which JSON makes of tuples, back into tuples."""
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+
+
+async def _result(task: asyncio.Task[bytes]) -> bytes:
+    return await task
+
+
+def _read_all(fd: int) -> bytes:
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+def _changes(listed: bytes, below: Sequence[Path], mounts: Sequence[str]) -> list[Change]:
+    """What the entries of an upper directory mean over the layers `below`, the lowest first. What only leads to a mount
+    point is nobody's change."""
+    leads = {str(path)[1:] for mount in mounts for path in (Path(mount), *Path(mount).parents)}
+    found: dict[str, Change] = {}
+    for entry in filter(None, listed.split(b"\0")):
+        kind, path = chr(entry[0]), os.fsdecode(entry[1:])
+        if path in leads:
+            continue
+        before = _seen_below(below, path)
+        directory = kind in "do"
+        if kind == "w":
+            if before is not None:
+                found[path] = Change(
+                    path=f"/{path}", kind="deleted", directory=before.is_dir() and not before.is_symlink()
+                )
+            continue
+        if before is None:
+            found[path] = Change(path=f"/{path}", kind="added", directory=directory)
+        elif kind != "d":  # a directory that only leads to a change is none itself
+            found[path] = Change(path=f"/{path}", kind="changed", directory=directory)
+    opaque = [os.fsdecode(entry[1:]) for entry in listed.split(b"\0") if entry[:1] == b"o"]
+    inside = {os.fsdecode(entry[1:]) for entry in listed.split(b"\0")}
+    for path in opaque:
+        for name in sorted(
+            {each.name for layer in below if (layer / path).is_dir() for each in (layer / path).iterdir()}
+        ):
+            gone = f"{path}/{name}"
+            before = _seen_below(below, gone)
+            if gone not in inside and before is not None:
+                found[gone] = Change(
+                    path=f"/{gone}", kind="deleted", directory=before.is_dir() and not before.is_symlink()
+                )
+    return [found[path] for path in sorted(found)]
+
+
+def _seen_below(below: Sequence[Path], path: str) -> Path | None:
+    """Where the layers show this path; None: nowhere."""
+    for layer in reversed(below):
+        at = layer / path
+        try:
+            what = at.lstat()
+        except OSError:
+            if _hidden(layer, path):
+                return None
+            continue
+        return None if stat.S_ISCHR(what.st_mode) and what.st_rdev == 0 else at
+    return None
+
+
+def _hidden(layer: Path, path: str) -> bool:
+    """Whether this layer hides what layers below it have at `path`, by a whiteout or an opaque directory above."""
+    for parent in Path(path).parents:
+        if parent == Path():
+            break
+        try:
+            what = (layer / parent).lstat()
+        except OSError:
+            continue
+        if not stat.S_ISDIR(what.st_mode):
+            return True
+        with suppress(OSError):
+            if os.getxattr(layer / parent, "user.overlay.opaque") == b"y":
+                return True
+    return False

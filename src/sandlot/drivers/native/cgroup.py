@@ -15,15 +15,19 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sandlot.api import Limits
 from sandlot.errors import HostFault, StartFailed
 
 _CONTROLLERS = ("memory", "pids", "cpu")
 _LIST = "cgroups"  # the file in a node's directory
+_RUN = "run-"
 _ASIDE = "aside-"  # the leaf in which a node's own process waits, see _step_aside
 # For the processes of a dead node to end: they are killed, so only a hanging kernel takes longer than a moment.
 SWEEP_SECONDS = 10.0
+# For processes to stop where they are: a moment, unless one sits in a system call that cannot be interrupted.
+FREEZE_SECONDS = 10.0
 
 
 def mounts(table: str = "/proc/self/mounts") -> tuple[str | None, dict[str, str]]:
@@ -77,9 +81,10 @@ class BoxGroup:
     """The cgroups of one box. `kept` names the limits that are in force."""
 
     directories: list[Path] = field(default_factory=list)
-    v2: Path | None = None
+    runs: Path | None = None  # in cgroup v2: the parent of a directory per run, without PID 1, so that it can be frozen
     kept: frozenset[str] = frozenset()
     oom_file: int = -1  # descriptor of the file that counts OOM kills
+    oom_path: str = ""
     _oom_key: bytes = b"oom_kill "
     _runs: int = 0
     _left: list[RunGroup] = field(default_factory=list)  # of runs that are over, in which something still lived
@@ -114,22 +119,67 @@ class BoxGroup:
 
     def make_run(self) -> RunGroup | None:
         """A cgroup for one run, where v2 offers `cgroup.kill`."""
-        if self.v2 is None:
+        if self.runs is None:
             return None
         self._left = [left for left in self._left if not left.remove()]
         self._runs += 1
-        path = str(self.v2) + f"/run-{self._runs}"
+        path = f"{self.runs}/{_RUN}{self._runs}"
         try:
             os.mkdir(path)  # noqa: PTH102  (hot path: a string is enough)
             return RunGroup(path, os.open(path + "/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC), self._left)
         except OSError as error:
             raise HostFault(f"a cgroup for a run could not be made: {error.strerror}") from error
 
-    def remove(self) -> bool:
-        """Remove the directories; False if something still lives in one."""
+    def freeze(self, frozen: bool) -> None:
+        """Stop everything in the runs where it is, or let it go on. Blocks until it is so; raises HostFault."""
+        assert self.runs is not None
+        (self.runs / "cgroup.freeze").write_text(str(int(frozen)))
+        if not _await_event(self.runs, b"frozen %d" % frozen, time.monotonic() + FREEZE_SECONDS):
+            raise HostFault("the sandbox's processes could not be stopped", "one of them hangs in the kernel")
+
+    def frozen(self) -> bool:
+        return self.runs is not None and b"frozen 1" in (self.runs / "cgroup.events").read_bytes()
+
+    def facts(self) -> dict[str, Any]:
+        """What `restored` needs."""
+        return {
+            "directories": [str(path) for path in self.directories],
+            "runs": self.runs and str(self.runs),
+            "kept": sorted(self.kept),
+            "oom": self.oom_path,
+        }
+
+    @classmethod
+    def restored(cls, facts: dict[str, Any]) -> BoxGroup:
+        """Those of a box that another node made. Raises OSError when they are gone."""
+        group = cls([Path(path) for path in facts["directories"]], kept=frozenset(facts["kept"]))
+        group.count_oom(facts["oom"])
+        if facts["runs"]:
+            group.runs = Path(facts["runs"])
+            runs = [int(path.name.removeprefix(_RUN)) for path in group.runs.glob(f"{_RUN}*")]
+            group._runs = max(runs, default=0)
+        return group
+
+    def count_oom(self, path: str) -> None:
+        """Read the kernel's count from this file; "": nobody counts."""
+        self.oom_path = path
+        if path:
+            self.oom_file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._oom_key = b"oom_kill "
+
+    def restored_run(self, path: str) -> RunGroup | None:
+        if not path or not Path(path).is_dir():
+            return None
+        return RunGroup(path, -1, self._left)
+
+    def close(self) -> None:
         if self.oom_file >= 0:
             os.close(self.oom_file)
             self.oom_file = -1
+
+    def remove(self) -> bool:
+        """Remove the directories; False if something still lives in one."""
+        self.close()
         return all([_remove_tree(path) for path in self.directories])  # noqa: C419  (remove each)
 
 
@@ -140,6 +190,7 @@ class RunGroup:
     path: str
     procs: int
     left: list[RunGroup]
+    closed: bool = False
 
     def kill(self) -> None:
         """SIGKILL everything in it, at once and without a race."""
@@ -148,11 +199,14 @@ class RunGroup:
 
     def close(self) -> None:
         """Let go of it; while background children live in it, it stays, and is tried again with each next run."""
+        if self.closed:
+            return
+        self.closed = True
         if self.procs >= 0:
             os.close(self.procs)
             self.procs = -1
-            if not self.remove():
-                self.left.append(self)
+        if not self.remove():
+            self.left.append(self)
 
     def remove(self) -> bool:
         """Whether it is gone now."""
@@ -234,7 +288,7 @@ class Cgroups:
             if (base / "cgroup.procs").read_text().split() != [str(os.getpid())]:
                 return False
             self._note(leaf)
-            leaf.mkdir()
+            leaf.mkdir(exist_ok=True)
             (leaf / "cgroup.procs").write_text("0")
         except OSError:
             return False
@@ -276,21 +330,12 @@ class Cgroups:
                 if path not in group.directories:  # a v1 host may mount several controllers in one place
                     path.mkdir()
                     group.directories.append(path)
-                if key == "":
-                    group.v2 = path if self.v2_kill else None
-                    settings = _v2_settings(limits)
-                else:
-                    settings = _v1_settings(limits)
-                version = "v2" if key == "" else "v1"
-                for controller, files in settings.items():
-                    if self.controllers.get(controller) != version or (key and key != controller):
-                        continue
-                    written = [_write(path / name, value) or optional for name, value, optional in files]
-                    if all(written):
-                        kept.add(controller)
-                    if controller == "memory":
-                        events = "memory.events" if version == "v2" else "memory.oom_control"
-                        group.oom_file = os.open(path / events, os.O_RDONLY | os.O_CLOEXEC)
+                if key == "" and self.v2_kill:
+                    group.runs = path / "runs"
+                    group.runs.mkdir()
+                kept |= self._limit(key, path, limits)
+                if self.controllers.get("memory") == ("v1" if key else "v2") and key in ("", "memory"):
+                    group.count_oom(str(path / ("memory.oom_control" if key else "memory.events")))
         except OSError as error:
             group.remove()
             raise StartFailed(
@@ -299,6 +344,27 @@ class Cgroups:
             ) from error
         group.kept = frozenset(kept)
         return group
+
+    def _limit(self, key: str, path: Path, limits: Limits) -> set[str]:
+        """Write the limits that belong into this directory: the controllers that keep theirs."""
+        kept = set()
+        settings = _v1_settings(limits) if key else _v2_settings(limits)
+        for controller, files in settings.items():
+            if self.controllers.get(controller) != ("v1" if key else "v2") or (key and key != controller):
+                continue
+            written = [_write(path / name, value) or optional for name, value, optional in files]
+            if all(written):
+                kept.add(controller)
+        return kept
+
+    def set(self, group: BoxGroup, limits: Limits) -> None:
+        """Other limits for a box that lives."""
+        kept: set[str] = set()
+        for key, parent in self._parents.items():
+            for path in group.directories:
+                if path.parent == parent:
+                    kept |= self._limit(key, path, limits)
+        group.kept = frozenset(kept)
 
     def close(self) -> None:
         """Remove the node's own directories. Raises HostFault when something lives in one: then the node's list must
@@ -331,7 +397,7 @@ def _v2_settings(limits: Limits) -> _Settings:
 
 
 def _v1_settings(limits: Limits) -> _Settings:
-    memory = str(limits.memory)
+    memory = "-1" if limits.memory is None else str(limits.memory)
     settings: _Settings = {
         "memory": [
             ("memory.limit_in_bytes", memory, False),
@@ -372,15 +438,25 @@ def _await_empty(path: Path, until: float) -> None:
     """A process that exits is not listed any more a moment before its cgroup can be removed. v2 says when; v1 does not,
     so there it is looked at again a little later."""
     try:
-        events = os.open(path / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+        _await_event(path, b"populated 0", until)
     except OSError:
         time.sleep(0.01)
-        return
-    change = select.poll()
-    change.register(events, select.POLLPRI)
-    if b"populated 1" in os.pread(events, 4096, 0):
-        change.poll(max(0, until - time.monotonic()) * 1000)
-    os.close(events)
+
+
+def _await_event(path: Path, wanted: bytes, until: float) -> bool:
+    """Wait until a cgroup's events say so. False: `until` came first. Raises OSError where there are no events."""
+    events = os.open(path / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        change = select.poll()
+        change.register(events, select.POLLPRI)
+        while wanted not in os.pread(events, 4096, 0):
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            change.poll(left * 1000)
+        return True
+    finally:
+        os.close(events)
 
 
 def _kill_members(path: Path, until: float) -> bool:

@@ -17,7 +17,7 @@ from sandlot.drivers.native.promises import promises
 from sandlot.errors import SandlotError
 
 if TYPE_CHECKING:
-    from sandlot.drivers.native.box import NativeDriver
+    from sandlot.drivers.native.driver import NativeDriver
 
 # Kernel settings that refuse what a box needs.
 _SETTINGS = (

@@ -7,7 +7,6 @@ whoever dies, nothing is left. (Project quotas would save the loop device, but f
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import fcntl
 import os
@@ -17,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from sandlot.aio import deadline
+from sandlot.drivers.native.trees import mount_device
 from sandlot.errors import HostFault, Unsupported
 
 # mke2fs leaves the tables unwritten: milliseconds for any size.
@@ -29,12 +29,6 @@ _AUTOCLEAR = 4
 _CONFIG = struct.Struct("=II 5Q 3I I 64x 64x 32x 2Q 8Q")
 _INODE_BYTES = 256  # the file system's own record of a file comes on top
 _ATTEMPTS = 64  # others may take the free device between the question and the answer
-
-_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432  # the same numbers on x86_64 and aarch64
-_CLOEXEC, _SET_FLAG, _SET_STRING, _CREATE = 1, 0, 1, 6
-_NOSUID, _NODEV = 2, 4
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_not() -> str | None:
@@ -66,7 +60,7 @@ async def make(directory: Path, size: int, inodes: int, owner: int) -> int:
     except OSError as error:
         raise HostFault(f"a disk for the sandbox could not be made in {directory}: {error.strerror}") from error
     try:
-        return _mount(f"/dev/loop{device[0]}")
+        return mount_device("ext4", f"/dev/loop{device[0]}")
     except OSError as error:
         raise HostFault(f"a disk for the sandbox could not be mounted: {error.strerror}") from error
     finally:
@@ -110,21 +104,3 @@ def _attach(file: int) -> tuple[int, int]:
     finally:
         os.close(control)
     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
-
-def _mount(device: str) -> int:
-    context = _call(_FSOPEN, b"ext4", _CLOEXEC)
-    try:
-        _call(_FSCONFIG, context, _SET_STRING, b"source", device.encode(), 0)
-        _call(_FSCONFIG, context, _CREATE, None, None, 0)
-        return _call(_FSMOUNT, context, _CLOEXEC, _NOSUID | _NODEV)
-    finally:
-        os.close(context)
-
-
-def _call(number: int, *arguments: int | bytes | None) -> int:
-    result: int = _libc.syscall(number, *arguments)
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return result

@@ -46,7 +46,7 @@ class HostIds:
 
     def __init__(self, locks: Path = _LOCKS) -> None:
         self._locks = locks
-        self._held: list[int] = []
+        self._held: dict[int, int] = {}  # lock by block
         self._free: list[int] = []
         self._next_block = 0
 
@@ -59,8 +59,12 @@ class HostIds:
     def give_back(self, base: int) -> None:
         self._free.append(base)
 
+    def lock_of(self, base: int) -> int:
+        """The lock of the range's block: held by a box that may outlive its node, so that nobody takes the range."""
+        return self._held[(base - _FIRST) // (RANGE * _PER_BLOCK)]
+
     def close(self) -> None:
-        for fd in self._held:
+        for fd in self._held.values():
             os.close(fd)
         self._held.clear()
         self._free.clear()
@@ -75,7 +79,7 @@ class HostIds:
             except BlockingIOError:
                 os.close(fd)
                 continue
-            self._held.append(fd)
+            self._held[block] = fd
             first = _FIRST + block * _PER_BLOCK * RANGE
             self._free = [first + n * RANGE for n in reversed(range(_PER_BLOCK))]
             return

@@ -31,6 +31,7 @@ class Do(IntEnum):
     LOOPBACK = 9
     HOSTNAME = 10
     BIND = 11
+    UPPER = 12
 
 
 READ_ONLY, NODEV, NOSUID, NOEXEC, OPTIONAL, IF_PRESENT = 1, 2, 4, 8, 16, 32
@@ -111,9 +112,17 @@ class Plan:
     lifetime_ms: int
     seccomp: bytes
 
-    def fields(self, host_id: int | None, joins: range) -> list[tuple[Key, Value]]:
-        """The plan as the fields of its frame. `joins` are the indices of cgroup.procs among the descriptors."""
+    @property
+    def mount_points(self) -> tuple[str, ...]:
+        """Where something is mounted inside, so that what is there in the upper directory is nobody's work."""
+        after = [step.kind for step in self.steps].index(Do.PIVOT)
+        return tuple(step.target for step in self.steps[after + 1 :] if step.kind in (Do.MOUNT, Do.ATTACH))
+
+    def fields(self, host_id: int | None, joins: range, keeps: range = range(0)) -> list[tuple[Key, Value]]:
+        """The plan as the fields of its frame. `joins` are the indices of cgroup.procs among the descriptors, `keeps`
+        those of locks that PID 1 holds for life."""
         fields: list[tuple[Key, Value]] = [(Key.JOIN, index) for index in joins]
+        fields += [(Key.KEEP, index) for index in keeps]
         if host_id is not None:
             fields.append((Key.HOST_ID, host_id))
         fields += [(Key.STEP, step.pack()) for step in self.steps]
@@ -132,13 +141,13 @@ def most_files(memory: int) -> int:
 def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     """The plan for one box."""
     stage = host.stage
-    # Slot 0 is the image, then its extra trees, then the volumes.
+    # Slot 0 is the image, then its layers, then its extra trees, then the volumes.
     binds = [(source, target, READ_ONLY | NODEV) for source, target in image.binds]
     binds += [
         (volume.source, volume.target, (READ_ONLY if volume.read_only else 0) | NODEV | NOSUID)
         for volume in spec.volumes
     ]
-    sources = (image.root, *(source for source, _, _ in binds))
+    sources = (image.root, *image.layers, *(source for source, _, _ in binds))
     steps: list[Step] = []
     if not host.root:
         steps += [Step(Do.CLONE, source) for source in sources]
@@ -156,21 +165,25 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
         Step(Do.MOUNT, "sandlot", stage, "tmpfs", size, _MS_NOSUID | _MS_NODEV if not spec.setuid else _MS_NODEV)
     )
     files = f"{stage}/disk" if host.disk else stage
-    steps += [Step(Do.MKDIR, target=f"{stage}/{name}", flags=0o755) for name in ("lower", "root", "dev", "disk")]
+    lowers = [f"{stage}/lower{index}" for index in range(1 + len(image.layers))]
+    steps += [Step(Do.MKDIR, target=path, flags=0o755) for path in lowers]
+    steps += [Step(Do.MKDIR, target=f"{stage}/{name}", flags=0o755) for name in ("root", "dev", "disk")]
     if host.disk:
         steps.append(Step(Do.ATTACH, target=files, flags=NODEV, slot=len(sources)))
     steps += [Step(Do.MKDIR, target=f"{files}/{name}", flags=0o755) for name in ("upper", "work")]
-    steps += [Step(Do.MKDIR, target=f"{files}/upper/{name}", flags=mode) for name, mode in image.directories]
+    if not image.layers:  # else they are in the lowest layer, as the box that it was copied from left them
+        steps += [Step(Do.MKDIR, target=f"{files}/upper/{name}", flags=mode) for name, mode in image.directories]
+    steps += [Step(Do.ATTACH, target=path, flags=READ_ONLY | NODEV, slot=slot) for slot, path in enumerate(lowers)]
     steps += [
         Step(Do.MKDIR, target=f"{stage}/dev/pts", flags=0o755),
         Step(Do.MKDIR, target=f"{stage}/dev/shm", flags=0o1777),
-        Step(Do.ATTACH, target=f"{stage}/lower", flags=READ_ONLY | NODEV, slot=0),
+        Step(Do.UPPER, target=f"{files}/upper"),
         Step(
             Do.MOUNT,
             "overlay",
             f"{stage}/root",
             "overlay",
-            f"lowerdir={stage}/lower,upperdir={files}/upper,workdir={files}/work,userxattr",
+            f"lowerdir={':'.join(reversed(lowers))},upperdir={files}/upper,workdir={files}/work,userxattr",
             _MS_NODEV if spec.setuid else _MS_NODEV | _MS_NOSUID,
         ),
     ]
@@ -213,7 +226,8 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     # Nothing of the host is reachable any more when a path that a user or an image chose is followed.
     steps.append(Step(Do.DETACH))
     steps += [
-        Step(Do.ATTACH, target=target, flags=flags, slot=index + 1) for index, (_, target, flags) in enumerate(binds)
+        Step(Do.ATTACH, target=target, flags=flags, slot=index + len(lowers))
+        for index, (_, target, flags) in enumerate(binds)
     ]
     steps += [Step(Do.LOOPBACK), Step(Do.HOSTNAME, spec.hostname)]
 

@@ -28,11 +28,17 @@ class Frame(IntEnum):
     LISTEN = 5
     CONNECT = 6
     OPEN = 7
+    RELEASE = 8
+    SIGNAL = 9
+    COPY = 10
+    LIST = 11
+    CLAIM = 12
     PID = 100
     READY = 101
     DONE = 102
     EXITED = 103
     FAILED = 104
+    HELD = 105
 
 
 class Key(IntEnum):
@@ -44,6 +50,7 @@ class Key(IntEnum):
     SETUID = 6
     SECCOMP = 7
     LIFETIME = 8
+    KEEP = 9
     ARG = 10
     ENV = 11
     CWD = 12
@@ -54,17 +61,25 @@ class Key(IntEnum):
     FLAGS = 17
     MODE = 18
     PARENTS = 19
+    LISTENER = 20
+    RECORD = 21
+    GRACE = 22
+    HOLD = 23
+    NOTE = 24
     ERRNO = 30
     WORDS = 31
     STATUS = 32
     SIGNAL = 33
     CPU_US = 34
     PID = 35
+    BYTES = 36
+    FILES = 37
 
 
 _HEADER = struct.Struct("=III")
 _FIELD = struct.Struct("=HHI")
-_WIDE = frozenset({Key.CAPS, Key.LIFETIME, Key.CPU_US})
+_WIDE = frozenset({Key.CAPS, Key.LIFETIME, Key.GRACE, Key.CPU_US, Key.BYTES})
+_TEXT = frozenset({Key.WORDS, Key.NOTE})
 KILL_ONLY_ITSELF = 1  # init/wire.h
 FRAME_MAX = 16 << 20  # init/wire.h: FRAME_MAX
 
@@ -112,7 +127,7 @@ def _unpack(body: memoryview) -> dict[int, Value]:
     while offset < len(body):
         key, _, length = _FIELD.unpack_from(body, offset)
         payload = body[offset + _FIELD.size : offset + _FIELD.size + length]
-        if key == Key.WORDS:
+        if key in _TEXT:
             fields[key] = bytes(payload[:-1]).decode("utf-8", "replace")
         else:
             fields[key] = int.from_bytes(payload, "little" if struct.pack("=H", 1)[0] else "big")
@@ -123,17 +138,23 @@ def _unpack(body: memoryview) -> dict[int, Value]:
 class Channel:
     """The node's end of one control socket.
 
-    `on_exit(answer)` is called for each process that ended, `on_gone()` when the other end is closed.
+    `on_exit(answer)` is called for each process that ended, `on_held(answer)` for what the helper kept for a node that
+    adopts the box, `on_gone()` when the other end is closed.
     """
 
     def __init__(
-        self, sock: socket.socket, on_exit: Callable[[Answer], None], on_gone: Callable[[], None] = lambda: None
+        self,
+        sock: socket.socket,
+        on_exit: Callable[[Answer], None],
+        on_gone: Callable[[], None] = lambda: None,
+        on_held: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         self._on_gone = on_gone
+        self._on_held = on_held
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._start: asyncio.Future[Answer] | None = None
         self._next_id = 1
@@ -291,6 +312,10 @@ class Channel:
         waiter: asyncio.Future[Answer] | None
         if answer.kind == Frame.EXITED:
             self._on_exit(answer)
+            return
+        if answer.kind == Frame.HELD:
+            self._next_id = max(self._next_id, answer.id + 1)  # ids of the node before are still in use
+            self._on_held(answer)
             return
         if answer.kind == Frame.PID:
             self.first_process = answer.number(Key.PID)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandlot.drivers.native.box import NativeDriver
+from sandlot.drivers.native.driver import NativeDriver
 from tests.support.native import Boxes
 
 

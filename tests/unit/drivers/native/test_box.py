@@ -352,8 +352,8 @@ async def test_orphans_are_reaped(boxes: Boxes) -> None:
 async def test_killing_a_command_takes_its_whole_tree(boxes: Boxes, by_cgroup: bool) -> None:
     box = await boxes()
     if not by_cgroup:
-        box._group.v2 = None  # a host without cgroup.kill: the helper walks the tree
-    elif box._group.v2 is None:
+        box.group.runs = None  # a host without cgroup.kill: the helper walks the tree
+    elif box.group.runs is None:
         pytest.skip("this node may make no cgroup here")
     null = os.open(os.devnull, os.O_RDWR)
     tree = "(setsid sh -c 'sleep 600 & sleep 600' &) ; sleep 600 & nohup sleep 600"
@@ -387,7 +387,7 @@ while True:
 
 async def test_a_tree_that_outruns_the_walk_is_killed_all_the_same(boxes: Boxes) -> None:
     box = await boxes(SandboxSpec(limits=Limits(pids=60)))
-    box._group.v2 = None  # a host without cgroup.kill
+    box.group.runs = None  # a host without cgroup.kill
     async with asyncio.timeout(20):
         assert await first_line(box, PYTHON, "-I", "-S", "-c", CHASE) == "1\n"  # waits for the end of its output
     _, count = await sh(box, "ls -d /proc/[0-9]* | wc -l")
@@ -396,7 +396,7 @@ async def test_a_tree_that_outruns_the_walk_is_killed_all_the_same(boxes: Boxes)
 
 async def test_runs_that_are_cut_short_leave_no_cgroup_behind(boxes: Boxes) -> None:
     box = await boxes()
-    if box._group.v2 is None:
+    if box.group.runs is None:
         pytest.skip("this node may make no cgroup here")
     for delay in (0.0, 0.0005, 0.001, 0.002, 0.004) * 6:
         running = asyncio.create_task(sh(box, "sleep 600"))
@@ -405,7 +405,7 @@ async def test_runs_that_are_cut_short_leave_no_cgroup_behind(boxes: Boxes) -> N
         await asyncio.gather(running, return_exceptions=True)
     await sh(box, "true")
     await sh(box, "true")
-    assert len(list(box._group.v2.glob("run-*"))) <= 1
+    assert len(list(box.group.runs.glob("run-*"))) <= 1
 
 
 async def test_a_value_that_the_kernel_does_not_take_is_refused_if_it_was_asked_for(boxes: Boxes) -> None:
@@ -485,7 +485,7 @@ import asyncio, os, sys
 from pathlib import Path
 from sandlot.api import SandboxSpec
 from sandlot.drivers.base import Spawn
-from sandlot.drivers.native.box import NativeDriver
+from sandlot.drivers.native.driver import NativeDriver
 async def main():
     driver = NativeDriver(Path(sys.argv[1]))
     null = os.open(os.devnull, os.O_RDWR)

@@ -15,8 +15,8 @@ import pytest
 import sandlot
 from sandlot.api import SandboxSpec, Volume
 from sandlot.drivers.native import ids
-from sandlot.drivers.native.box import NativeDriver
 from sandlot.drivers.native.checks import advice, probe
+from sandlot.drivers.native.driver import NativeDriver
 from sandlot.errors import Unsupported
 from tests.support.native import Boxes, python
 
@@ -36,7 +36,7 @@ DOCTOR = """
 import asyncio, sys
 sys.path[:0] = sys.argv[1:]
 from pathlib import Path
-from sandlot.drivers.native.box import NativeDriver
+from sandlot.drivers.native.driver import NativeDriver
 async def main():
     for line in await NativeDriver(Path("/tmp")).capabilities():
         print(line.name, line.state, line.found, line.fix, sep="|")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sandlot.drivers.native.box import HELPER
+from sandlot.drivers.native.driver import HELPER
 from sandlot.drivers.native.plan import Do, Step
 from sandlot.drivers.native.wire import Frame, Key, Value, pack
 from tests.support.native import Boxes, sh

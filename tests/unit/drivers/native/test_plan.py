@@ -46,7 +46,7 @@ def test_slots_count_the_same_for_root_and_ordinary_nodes() -> None:
         trees = [*(plan.sources if host.root else ()), *cloned]
         attached = {step.target: trees[step.slot] for step in plan.steps if step.kind is Do.ATTACH}
         assert attached == {
-            "/tmp/lower": "/images/host",
+            "/tmp/lower0": "/images/host",
             "/dev": "/tmp/dev",
             "/usr": "/usr",
             "/in": "/data",

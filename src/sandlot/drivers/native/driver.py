@@ -1,0 +1,451 @@
+"""NativeDriver makes boxes out of namespaces.
+
+It owns what a node has once: the image directory, its cgroups, its ranges of host ids, the records of boxes that may
+outlive it. What a single box owns is in `box.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import itertools
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from sandlot.aio import deadline, shielded
+from sandlot.api import Capability, Ending, ImageInfo, SandboxSpec, Volume
+from sandlot.drivers import layers
+from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Keeping, Remains, Spawn
+from sandlot.drivers.images import Image, Images
+from sandlot.drivers.layers import MOST_LAYERS, Layers, Snapshot
+from sandlot.drivers.native import cgroup, disk, ids, seccomp
+from sandlot.drivers.native.box import NativeBox, Start
+from sandlot.drivers.native.cgroup import BoxGroup, Cgroups
+from sandlot.drivers.native.ids import HostIds, SubIds
+from sandlot.drivers.native.keep import Record, records
+from sandlot.drivers.native.plan import Host, Plan, make_plan, most_files
+from sandlot.drivers.native.promises import LIMITED_BY, Facts, losses, promises
+from sandlot.drivers.native.trees import open_tree
+from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandlotError, StartFailed, Unsupported
+
+HELPER = Path(__file__).parent / "bin" / "sandlot-init"
+
+# A start takes about 5 ms; a host that swaps may take seconds. Past this the host is not usable.
+START_SECONDS = 20.0
+# A parked box answers in a tenth of a millisecond; one that takes this long is not handed out.
+CLAIM_SECONDS = 2.0
+# PID 1 takes a new node in at once, unless it is stopped.
+ADOPT_SECONDS = 5.0
+
+_RUNNABLE = 0o555
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+# Tests remove one protection at a time by handing the driver another planner than make_plan.
+Planner = Callable[[SandboxSpec, Image, Host], Plan]
+
+
+def _kernel() -> tuple[int, int]:
+    """The running kernel's version."""
+    major, minor = os.uname().release.split(".")[:2]
+    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)) or 0)
+
+
+def _has_root() -> bool:
+    """Whether this process is root with root's powers: in a container it often is root by name only, or has no ids to
+    give away, and then boxes are made as an ordinary user makes them."""
+    if os.geteuid() != 0 or not ids.mapped(Path("/proc/self/uid_map").read_text()):
+        return False
+    try:
+        os.close(open_tree("/"))
+    except OSError:
+        return False
+    return True
+
+
+def _kill(record: Record, pid: int) -> None:
+    with suppress(ProcessLookupError):
+        target = os.pidfd_open(pid)
+        try:
+            if record.alive():  # so the number is still its
+                signal.pidfd_send_signal(target, signal.SIGKILL)
+        finally:
+            os.close(target)
+
+
+class Helper:
+    """The helper's program, run from a sealed copy in memory. PID 1 of an ordinary user's box shows its program to root
+    inside, who is that user, and could change the file's mode or times for every box after it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._copy = -1
+
+    def runnable(self) -> str:
+        """A path to run now. Raises OSError."""
+        if self._copy < 0 or os.fstat(self._copy).st_mode & 0o777 != _RUNNABLE:
+            self.close()
+            self._copy = self._make()
+        return str(self.path) if self._copy < 0 else f"/proc/self/fd/{self._copy}"
+
+    def _make(self) -> int:
+        try:
+            fd = os.memfd_create("sandlot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError:
+            return -1  # a host that forbids programs in memory
+        try:
+            os.write(fd, self.path.read_bytes())
+            os.fchmod(fd, _RUNNABLE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def close(self) -> None:
+        if self._copy >= 0:
+            os.close(self._copy)
+            self._copy = -1
+
+
+class NativeDriver:
+    """Boxes from namespaces. `directory` is the node's own, `store` holds the images of all nodes beside it (None:
+    `images` beside the directory). Nothing is made before the first `create`."""
+
+    name = "native"
+
+    def __init__(
+        self, directory: Path, helper: Path = HELPER, planner: Planner = make_plan, store: Path | None = None
+    ) -> None:
+        self._helper = Helper(helper)
+        self._directory = directory
+        self._images = Images(directory / "images")
+        self._layers = Layers(store or directory.parent / "images")
+        self._records = directory / "boxes"
+        self.cgroups = Cgroups(directory.name, directory)
+        self._ids = HostIds() if _has_root() else None
+        self._sub_ids: SubIds | None = None
+        self._started = False
+        self._host = Host(root=False, stage="/tmp", pids_by_cgroup=False)
+        self.planner = planner
+        self.facts = Facts(ids="one")
+
+    async def create(
+        self,
+        box_id: str,
+        spec: SandboxSpec,
+        named: frozenset[str] = frozenset(),
+        keeping: Keeping = NOT_KEPT,
+    ) -> NativeBox:
+        self._start()
+        for volume in spec.volumes:
+            if not os.path.exists(volume.source):  # noqa: ASYNC240, PTH110  (one stat of a local path)
+                raise InvalidRequest(f"the volume {volume.source} does not exist on this host")
+        self._check_limits(spec, named)
+        with ExitStack() as until_started:
+            image, snapshot = self._resolve(spec.image)
+            locks = self._layers.use(snapshot) if snapshot else []
+            for fd in locks:
+                until_started.callback(os.close, fd)
+            group = self.cgroups.make(box_id, spec.limits)
+            record: Record | None = None
+            try:
+                refused = self._check_kept(spec, named, group)
+                record = self._record(box_id, keeping)
+                box = NativeBox(box_id, image, group, self.cgroups, self._ids, self._sub_ids, record)
+            except BaseException:
+                if record is not None:
+                    record.passed()
+                    record.remove()
+                group.remove()
+                raise
+            try:
+                async with deadline(START_SECONDS, "the start of a sandbox", "is the host out of memory?"):
+                    files = await self._disk(spec, named, box)
+                    if files is not None:
+                        until_started.callback(os.close, files)
+                    plan = self.planner(spec, image, replace(self._host, disk=files is not None))
+                    await box.start(Start(self._helper.runnable(), plan, files, tuple(locks), keeping))
+            except BaseException:
+                await shielded(box.destroy(Ending.START_FAILED))
+                raise
+        self._learn(box)
+        box.lose(losses(self.facts, spec) + refused)
+        return box
+
+    def _record(self, box_id: str, keeping: Keeping) -> Record | None:
+        if not keeping.grace and not keeping.parked:
+            return None
+        try:
+            return Record.make(self._records, box_id)
+        except OSError as error:
+            raise StartFailed(f"the sandbox's record could not be made in {self._records}: {error.strerror}") from error
+
+    def _resolve(self, name: str) -> tuple[Image, Snapshot | None]:
+        if name == "host":
+            return self._images.resolve(name), None
+        snapshot = self._layers.find(name)
+        base = self._images.resolve(snapshot.info.base)
+        paths = tuple(str(self._layers.layer_path(layer)) for layer in snapshot.layers)
+        return replace(base, name=name, layers=paths), snapshot
+
+    async def _disk(self, spec: SandboxSpec, named: frozenset[str], box: NativeBox) -> int | None:
+        """A file system for a box that is to hold more files than fit in its memory, where they are otherwise."""
+        limits = spec.limits
+        if "disk" not in named or limits.memory is None or limits.disk <= most_files(limits.memory):
+            return None
+        return await disk.make(self._directory, limits.disk, limits.inodes, box.root_id)
+
+    def _learn(self, box: NativeBox) -> None:
+        """What only the making of a box shows."""
+        if box.owners_mapped is not self.facts.owners_mapped:
+            self.facts = replace(self.facts, owners_mapped=box.owners_mapped)
+        if box.refused_ids and self._sub_ids is not None:
+            self._sub_ids = None
+            self.facts = replace(self.facts, ids="one", ids_reason=f"the node is not root, and {box.refused_ids}")
+
+    # -- parked boxes ---------------------------------------------------------------------------------------------
+
+    def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str]) -> bool:
+        self._check_limits(spec, named)
+        by_cgroup = {name for name, (controller, _) in LIMITED_BY.items() if controller in self.cgroups.controllers}
+        loose = {*by_cgroup, "cpus", "cpu_weight", "output"}  # what is not kept is not in the way either
+        fixed = ("image", "profile", "setuid", "nested", "hostname", "volumes")
+        return all(getattr(parked, name) == getattr(spec, name) for name in fixed) and all(
+            getattr(parked.limits, name) == getattr(spec.limits, name)
+            for name in type(spec.limits).model_fields
+            if name not in loose
+        )
+
+    async def claim(self, box: Box, spec: SandboxSpec, named: frozenset[str], keeping: Keeping) -> None:
+        assert isinstance(box, NativeBox)
+        async with deadline(CLAIM_SECONDS, f"claiming the parked box {box.id}"):
+            self.cgroups.set(box.group, spec.limits)
+            refused = self._check_kept(spec, named, box.group)
+            await box.claim(spec, keeping)
+        box.lose(losses(self.facts, spec) + refused)
+
+    # -- adoption -------------------------------------------------------------------------------------------------
+
+    async def adopt(self) -> tuple[list[Adopted], list[Remains]]:
+        self._start()
+        adopted: list[Adopted] = []
+        remains: list[Remains] = []
+        for record in records(self._records):
+            found = await self._adopt(record)
+            if isinstance(found, Adopted):
+                adopted.append(found)
+            elif found is not None:
+                remains.append(found)
+        return adopted, remains
+
+    async def _adopt(self, record: Record) -> Adopted | Remains | None:
+        facts = record.facts()
+        if facts is None:  # its node died before it was made: PID 1 has seen that, or will
+            record.remove()
+            return None
+        word = ""
+        if record.alive():
+            try:
+                async with deadline(ADOPT_SECONDS, f"taking over sandbox {facts['id']}"):
+                    found = await NativeBox.adopted(facts, record, self.cgroups)
+            except (OSError, SandlotError):
+                if record.alive():  # it does not answer: of no use to anybody
+                    _kill(record, facts["pid"])
+            else:
+                if not facts["parked"]:
+                    return found
+                await found.box.destroy(Ending.DRAINED)
+                return None
+        word = record.last_word()
+        with suppress(OSError):
+            BoxGroup.restored(facts["cgroups"]).remove()
+        record.remove()
+        ending = {"lifetime": Ending.LIFETIME, "orphaned": Ending.ORPHANED}.get(word, Ending.HELPER_DIED)
+        return None if facts["parked"] else Remains(facts["note"], Death(ending))
+
+    # -- snapshots ------------------------------------------------------------------------------------------------
+
+    async def snapshot(self, box: Box, name: str | None) -> ImageInfo:
+        assert isinstance(box, NativeBox)
+        if name is not None:
+            layers.check_name(name)
+            with suppress(NotFound):
+                self._layers.find(name)
+                raise Conflict(f"there is an image {name} already", "choose another name, or delete that one first")
+        below = self._snapshot_of(box.image)
+        flatten = below is not None and len(below.layers) >= MOST_LAYERS
+        try:
+            layer = self._layers.begin()
+        except OSError as error:
+            raise HostFault(f"a snapshot cannot be written: {error.strerror}", "is the disk full?") from error
+        kept: tuple[str, ...] = ()
+        try:
+            sources = [self._layers.layer_path(each) for each in below.layers] if below and flatten else []
+            copied = await box.copy_upper(layer.path, sources)
+            kept = (*(below.layers if below and not flatten else ()), layer.id)
+            older = [below.info] if below and not flatten else []
+            info = ImageInfo(
+                name=name or f"{layers.FORK}{layer.id}",
+                base=below.info.base if below else box.image.name,
+                created_at=time.time(),
+                bytes=copied.bytes + sum(each.bytes for each in older),
+                files=copied.files + sum(each.files for each in older),
+                layers=len(kept),
+            )
+            layer.downgrade()
+            self._layers.name(info, kept)
+            return info
+        finally:
+            layer.close()
+            if not kept:
+                await self.prune()
+
+    def _snapshot_of(self, image: Image) -> Snapshot | None:
+        """The layers that a box stands on, whether or not they still have a name."""
+        if not image.layers:
+            return None
+        ids = tuple(Path(path).name for path in image.layers)
+        with suppress(NotFound):
+            found = self._layers.find(image.name)
+            if found.layers == ids:
+                return found
+        info = ImageInfo(name=image.name, base=self._images.resolve("host").name, created_at=0.0, layers=len(ids))
+        return Snapshot(info, ids)
+
+    async def images(self) -> list[ImageInfo]:
+        return [each.info for each in self._layers.all() if not each.info.name.startswith(layers.FORK)]
+
+    async def forget(self, image: str) -> None:
+        if image == "host":
+            raise Conflict("the image `host` is this machine itself, and cannot be deleted")
+        self._layers.delete(image)
+        await self.prune()
+
+    async def export(self, image: str, out: int) -> None:
+        found = self._layers.find(image)
+        locks = self._layers.use(found)
+        try:
+            paths = [self._layers.layer_path(each) for each in found.layers]
+            await asyncio.to_thread(layers.export, paths, out, os.geteuid() if self._ids is None else 0)
+        finally:
+            for fd in locks:
+                os.close(fd)
+
+    async def prune(self) -> None:
+        """Remove layers that neither an image nor a box needs. Files that belong to ids which are only lent to this
+        user are removed by who has them: root in a box."""
+        self._start()
+        for layer in self._layers.unused():
+            try:
+                await asyncio.to_thread(self._layers.drop, layer)
+            except OSError:
+                with suppress(SandlotError, OSError):
+                    await self._remove_inside(layer)
+
+    async def _remove_inside(self, layer: str) -> None:
+        path = self._layers.layer_path(layer)
+        lock = self._layers.lock(layer, fcntl.LOCK_EX)
+        try:
+            spec = SandboxSpec(volumes=(Volume(source=str(path.parent), target="/mnt/layers", read_only=False),))
+            box = await self.create(f"prune-{layer}", spec)
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                argv = ("rm", "-rf", f"/mnt/layers/{layer}")
+                process = await box.spawn(Spawn(argv, {"PATH": "/usr/bin:/bin"}, "/"), null, null, null)
+                await process.wait()
+            finally:
+                os.close(null)
+                await box.destroy()
+        finally:
+            os.close(lock)
+        self._layers.drop(layer)
+
+    # -- the host -------------------------------------------------------------------------------------------------
+
+    async def capabilities(self) -> list[Capability]:
+        from sandlot.drivers.native import checks  # it knows this module
+
+        return await checks.probe(self)
+
+    @property
+    def has_root(self) -> bool:
+        return self._ids is not None
+
+    async def sweep(self, directory: Path) -> bool:
+        """Remove what boxes of a dead node left behind: their cgroups. The rest went with their processes."""
+        for record in records(directory / "boxes"):
+            facts = record.facts()
+            if facts is not None and not facts["parked"] and record.alive():
+                return False
+        await asyncio.to_thread(cgroup.sweep, directory)
+        return True
+
+    async def close(self) -> None:
+        self._helper.close()
+        self.cgroups.close()
+        if self._ids is not None:
+            self._ids.close()
+
+    def _start(self) -> None:
+        """Look at the host, once."""
+        if self._started:
+            return
+        if not self._helper.path.exists():
+            raise Unsupported(
+                "this installation has no sandlot-init, so it cannot make native sandboxes",
+                "install a compiler and reinstall: `apt install gcc libc6-dev`, then reinstall sandlot",
+            )
+        stage = next((path for path in ("/tmp", "/run", "/mnt") if Path(path).is_dir()), None)
+        if stage is None:
+            raise Unsupported("this host has no /tmp, /run or /mnt to put a sandbox together on", "`mkdir /tmp`")
+        self.cgroups.start()
+        kept = self.cgroups.controllers
+        self._host = Host(
+            root=self._ids is not None, stage=stage, pids_by_cgroup="pids" in kept, memory_by_cgroup="memory" in kept
+        )
+        lent = SubIds.find() if self._ids is None else ""
+        self._sub_ids = lent if isinstance(lent, SubIds) else None
+        self.facts = Facts(
+            ids="own" if self._ids is not None else "one" if self._sub_ids is None else "shared",
+            ids_reason=lent if isinstance(lent, str) else "",
+            controllers=kept,
+            kill_groups=self.cgroups.v2_kill,
+            filtered=bool(seccomp.program()),
+            limits_namespaces=_kernel() >= (5, 14),
+            restricts_below=_kernel() >= (5, 12),
+            disk_fix=disk.why_not() if self._ids is not None else "run the node as root",
+        )
+        self._started = True
+
+    def _check_kept(self, spec: SandboxSpec, named: frozenset[str], group: BoxGroup) -> tuple[str, ...]:
+        """The kernel may refuse a value where it takes others: a refusal if it was asked for, else a loss."""
+        refused = []
+        for name, (controller, promise) in LIMITED_BY.items():
+            value = getattr(spec.limits, name)
+            if value is None or controller not in self.cgroups.controllers or controller in group.kept:
+                continue
+            if name in named:
+                raise Unsupported(f"the kernel does not take {value} as a limit on {name}", "ask for another value")
+            refused.append(f"{promise}: the kernel does not take {value} for {name}")
+        return tuple(refused)
+
+    def _check_limits(self, spec: SandboxSpec, named: frozenset[str]) -> None:
+        lost = {line.name: line for line in promises(self.facts) if line.state == "loss"}
+        for name, (_, promise) in LIMITED_BY.items():
+            if name in named and promise in lost and getattr(spec.limits, name) is not None:
+                raise Unsupported(
+                    f"this host cannot keep a limit on {name}: {lost[promise].found}",
+                    f"{lost[promise].fix}; or leave the limit out and accept the loss",
+                )
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if spec.limits.open_files > hard:
+            raise Unsupported(
+                f"a sandbox's process cannot have {spec.limits.open_files} open files: the node's own limit is {hard}",
+                "raise the node's hard limit of open files (`ulimit -Hn`), and `/proc/sys/fs/nr_open` for more",
+            )

@@ -1,0 +1,122 @@
+"""What a command writes and reads: a pipe and a log for each of its streams.
+
+It promises that memory is bounded by the cap, head and tail kept, and that a node which is killed loses no byte: a byte
+is in the pipe or in the log, because one system call moves it, and with it the log's position, which whoever holds a
+duplicate of the log shares. It never waits: what comes is taken when the event loop says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import os
+import struct
+import termios
+
+from sandlot.api import Output
+
+_PIPE_BYTES = 1 << 16  # capacity of a Linux pipe
+# The middle of a long stream is given back to the kernel in pieces of this size.
+_PIECE = 1 << 20
+_PUNCH = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Stream:
+    """One stream of a command on its way: the first half of the cap is kept from the head, the rest from the tail."""
+
+    __slots__ = ("_loop", "_reading", "_total", "_wasted", "cap", "log", "pipe")
+
+    def __init__(self, cap: int, pipe: int, log: int) -> None:
+        """Reads from `pipe` into `log`, a memory file at the position it has; both are this object's from now on."""
+        self.cap = cap
+        self.pipe = pipe
+        self.log = log
+        os.set_blocking(pipe, False)  # our end only: a program's own output must block when the pipe is full
+        self._total = os.lseek(log, 0, os.SEEK_CUR)
+        self._wasted = cap // 2  # up to here, from the head's end, the middle was given back
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pipe, self._readable)
+        self._reading = True
+
+    @classmethod
+    def new(cls, cap: int) -> tuple[Stream, int]:
+        """A stream, and the end of its pipe that the command gets, which the caller closes."""
+        pipe, theirs = os.pipe2(os.O_CLOEXEC)
+        try:
+            log = os.memfd_create("sandlot-output", os.MFD_CLOEXEC)
+        except BaseException:
+            os.close(pipe)
+            os.close(theirs)
+            raise
+        return cls(cap, pipe, log), theirs
+
+    def _readable(self) -> None:
+        try:
+            moved = os.splice(self.pipe, self.log, _PIPE_BYTES, flags=os.SPLICE_F_NONBLOCK)
+        except BlockingIOError:
+            return
+        if moved:
+            self._kept(moved)
+        else:
+            self._stop()
+
+    def _kept(self, moved: int) -> None:
+        self._total += moved
+        surplus = self._total - (self.cap - self.cap // 2) - self._wasted
+        if surplus >= _PIECE:
+            _libc.fallocate(
+                self.log, _PUNCH, ctypes.c_long(self._wasted), ctypes.c_long(surplus)
+            )  # a failure costs memory, nothing else
+            self._wasted += surplus
+
+    def drain(self) -> None:
+        """Take what is in the pipe now. Not until its end: a child in the background may hold the other side open,
+        and write on for ever."""
+        if not self._reading:
+            return
+        left = int(struct.unpack("i", fcntl.ioctl(self.pipe, termios.FIONREAD, b"\0\0\0\0"))[0])
+        while left > 0 and (moved := os.splice(self.pipe, self.log, min(left, _PIPE_BYTES))):
+            self._kept(moved)
+            left -= moved
+
+    def say(self, text: str) -> None:
+        self._kept(os.write(self.log, text.encode(errors="surrogateescape")))
+
+    def output(self) -> Output:
+        """What was kept so far."""
+        if self._total <= self.cap:
+            data = os.pread(self.log, self._total, 0)
+        else:
+            tail = self.cap - self.cap // 2
+            data = os.pread(self.log, self.cap // 2, 0) + os.pread(self.log, tail, self._total - tail)
+        return Output.model_construct(data=data, total=self._total)
+
+    def _stop(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self.pipe)
+
+    def close(self) -> None:
+        if self.pipe >= 0:
+            self._stop()
+            os.close(self.pipe)
+            os.close(self.log)
+            self.pipe = self.log = -1
+
+
+def input_file(data: bytes) -> int:
+    """A file that holds a command's standard input, at its beginning; the caller closes it. Nobody has to feed it, so
+    it reaches the command whole even if this process dies. Raises OSError."""
+    fd = os.memfd_create("sandlot-input", os.MFD_CLOEXEC)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

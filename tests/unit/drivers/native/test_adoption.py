@@ -1,0 +1,216 @@
+"""Promises of a native box whose node is killed:
+1. It goes on; another driver on the same directory gets it back: the same processes, what was held, its ports.
+2. How a command ended is told to the new node, even if it ended while there was none.
+3. Without a new node it ends when its grace is over, and a later one is told so; a parked one ends at once.
+4. While a node lives no other gets in, and a box's ids are nobody else's as long as it lives.
+5. Dead with its node, nothing of it is left after the next adoption.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sandlot.api import Ending, SandboxSpec
+from sandlot.drivers.base import Adopted, Remains
+from sandlot.drivers.native.box import NativeBox
+from sandlot.drivers.native.driver import NativeDriver
+from sandlot.drivers.native.keep import records
+from tests.support.native import sh
+
+NODE = """
+import asyncio, os, sys
+from pathlib import Path
+from sandlot.api import SandboxSpec
+from sandlot.drivers.base import Hold, Keeping, Spawn
+from sandlot.drivers.native.driver import NativeDriver
+
+async def main(directory, grace, lifetime, parked, *commands):
+    driver = NativeDriver(Path(directory))
+    keeping = Keeping(float(grace), "note of the box", parked == "parked")
+    box = await driver.create("box", SandboxSpec(lifetime=float(lifetime) or None), frozenset(), keeping)
+    await box.listen(8080, "note of the port")
+    for command in commands:
+        read, write = os.pipe()
+        null = os.open(os.devnull, os.O_RDWR)
+        what = Spawn(("sh", "-c", command), {"PATH": "/usr/bin:/bin"}, "/")
+        await box.spawn(what, null, write, write, Hold((read,), command))
+        os.close(write)
+    print(box._pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@dataclass
+class Dead:
+    """A node that was killed."""
+
+    directory: Path
+    pid: int
+
+    async def adopt(self) -> tuple[list[Adopted], list[Remains], NativeDriver]:
+        driver = NativeDriver(self.directory)
+        return *await driver.adopt(), driver
+
+
+Start = Callable[..., Awaitable[Dead]]  # commands, grace, lifetime, parked
+
+
+@pytest.fixture
+async def node(tmp_path: Path, native_reason: str | None) -> AsyncIterator[Start]:
+    if native_reason:
+        pytest.skip(native_reason)
+    directory = tmp_path / "node-test"
+    directory.mkdir()
+    started: list[asyncio.subprocess.Process] = []
+
+    async def start(*commands: str, grace: float = 30, lifetime: float = 0, parked: bool = False) -> Dead:
+        words = (str(directory), str(grace), str(lifetime), "parked" if parked else "", *commands)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", NODE, *words, stdout=asyncio.subprocess.PIPE
+        )
+        started.append(process)
+        assert process.stdout is not None
+        async with asyncio.timeout(20):
+            dead = Dead(directory, int(await process.stdout.readline()))
+        process.kill()
+        await process.wait()
+        return dead
+
+    yield start
+    driver = NativeDriver(directory)
+    adopted, _ = await driver.adopt()
+    for each in adopted:
+        await each.box.destroy(Ending.KILLED)
+    await driver.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until_gone(pid: int) -> None:
+    """PID 1 is nobody's child here, but a descriptor of it tells its end."""
+    try:
+        watch = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(watch, gone.set)
+    async with asyncio.timeout(20):
+        await gone.wait()
+    asyncio.get_running_loop().remove_reader(watch)
+    os.close(watch)
+
+
+async def test_another_node_gets_the_box_back_with_all_that_was_held(node: Start) -> None:
+    dead = await node("echo before; read nothing; sleep 0.3; echo after; sleep 600", "echo quick; exit 7")
+    (adopted,), _, driver = await dead.adopt()
+    assert adopted.note == "note of the box"
+    box = adopted.box
+    assert isinstance(box, NativeBox)
+    assert (await sh(box, "echo works"))[1] == "works\n"
+    ((listener, port, note),) = adopted.listeners
+    assert (port, note) == (8080, "note of the port")
+    inside, _ = await asyncio.gather(
+        sh(box, "bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/8080 && echo connected"),
+        asyncio.get_running_loop().sock_accept(listener),
+    )
+    assert inside[1] == "connected\n"
+    listener.close()
+    (slow, _, slow_fds), (quick, quick_note, quick_fds) = adopted.runs
+    assert quick_note == "echo quick; exit 7"
+    assert (await quick.wait()).code == 7  # it ended while there was no node
+    assert os.read(quick_fds[0], 100) == b"quick\n"
+    assert os.read(slow_fds[0], 100) == b"before\n"
+    assert await asyncio.to_thread(os.read, slow_fds[0], 100) == b"after\n"
+    await slow.kill_tree()
+    assert (await slow.wait()).signal == signal.SIGKILL
+    for process, _, fds in adopted.runs:
+        await process.release()
+        for fd in fds:
+            os.close(fd)
+    assert (await box.destroy(Ending.KILLED)).ending == Ending.KILLED
+    assert not alive(dead.pid)
+    assert records(dead.directory / "boxes") == []
+    await driver.close()
+    assert not list(Path("/sys/fs/cgroup").glob("**/sandlot-node-test"))
+
+
+async def test_it_can_be_adopted_again_and_again(node: Start) -> None:
+    dead = await node("sleep 600")
+    for _ in range(3):
+        (adopted,), _, _ = await dead.adopt()
+        box = adopted.box
+        assert isinstance(box, NativeBox)
+        assert len(adopted.runs) == 1
+        assert (await sh(box, "echo works"))[1] == "works\n"
+        for _, _, fds in adopted.runs:
+            os.close(fds[0])
+        adopted.listeners[0][0].close()
+        assert box._channel is not None
+        box._loop.remove_reader(box._pidfd)
+        box._channel.close()  # as if this node were killed
+        os.close(box._pidfd)
+
+
+async def test_without_a_node_it_ends_when_its_grace_is_over(node: Start) -> None:
+    dead = await node("sleep 600", grace=0.3)
+    await until_gone(dead.pid)
+    adopted, (remains,), driver = await dead.adopt()
+    assert adopted == []
+    assert (remains.note, remains.death.ending) == ("note of the box", Ending.ORPHANED)
+    assert records(dead.directory / "boxes") == []
+    await driver.close()
+    assert not list(Path("/sys/fs/cgroup").glob("**/sandlot-node-test"))
+
+
+async def test_a_lifetime_goes_on_without_a_node(node: Start) -> None:
+    dead = await node("sleep 600", lifetime=0.5)
+    await until_gone(dead.pid)
+    _, (remains,), driver = await dead.adopt()
+    assert remains.death.ending == Ending.LIFETIME
+    await driver.close()
+
+
+async def test_one_that_is_killed_meanwhile_is_told_as_such(node: Start) -> None:
+    dead = await node("sleep 600")
+    os.kill(dead.pid, signal.SIGKILL)
+    await until_gone(dead.pid)
+    _, (remains,), driver = await dead.adopt()
+    assert remains.death.ending == Ending.HELPER_DIED
+    await driver.close()
+
+
+async def test_a_parked_one_is_nobodys(node: Start) -> None:
+    dead = await node(grace=0, parked=True)
+    await until_gone(dead.pid)
+    assert (await dead.adopt())[:2] == ([], [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only a root node has ids to give")
+async def test_its_ids_stay_taken_as_long_as_it_lives(node: Start, tmp_path: Path) -> None:
+    dead = await node("sleep 600")
+    (record,) = records(dead.directory / "boxes")
+    facts = record.facts()
+    assert facts is not None
+    other = tmp_path / "node-other"
+    other.mkdir()
+    driver = NativeDriver(other)
+    box = await driver.create("other", SandboxSpec())
+    assert box._base is not None
+    assert abs(box._base - facts["base"]) >= 65_536
+    await box.destroy()
+    await driver.close()

@@ -1,0 +1,216 @@
+"""Promises of what becomes of a sandbox's files and processes, over real boxes:
+
+1. A reset sandbox has its id, labels, limits and routes, none of its files, none of its processes; what ran in it is
+   told so. A reset to an image that is not there changes nothing.
+2. A snapshot can be started from, by name, until it is deleted; forks have the files and ids of their own, all or none.
+3. A paused sandbox says so and runs nothing until it is resumed.
+4. A warm pool hands out boxes that answer, with the limits that were asked for, and is refilled; others are made anew.
+5. A run with a key is started once, goes on when its caller goes away, and answers whoever asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandlot.api import Ending, Limits, Message, Run, SandboxSpec, Scope, Warm
+from sandlot.drivers.native.box import NativeBox
+from sandlot.errors import Conflict, InvalidRequest, NotFound, Unsupported
+from sandlot.node.node import Node, local_node
+
+
+def sh(text: str, **more: Any) -> Run:
+    return Run(argv=("sh", "-c", text), **more)
+
+
+@pytest.fixture
+async def node(tmp_path: Path, native_reason: str | None) -> AsyncIterator[Node]:
+    if native_reason:
+        pytest.skip(native_reason)
+    node = local_node(tmp_path)
+    await node.start()
+    yield node
+    await node.close()
+
+
+async def hello(scope: Scope, receive: Any, send: Any) -> None:
+    start: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]}
+    await send(start)
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+GET = "GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+ASK = f"exec 3<>/dev/tcp/127.0.0.1/8000; printf '{GET}' >&3; tail -n1 <&3"
+
+
+async def test_a_reset_keeps_the_sandbox_and_nothing_in_it(node: Node) -> None:
+    spec = SandboxSpec(labels={"a": "b"}, limits=Limits(pids=77), env={"X": "y"})
+    box = (await node.create(spec)).id
+    await node.route(box, 8000, hello)
+    await node.run(box, sh("echo mine > /root/f; (sleep 600 &)"))
+    waiting = asyncio.create_task(node.run(box, sh("echo started; sleep 600")))
+    while (await node.run(box, sh("pgrep -c sleep"))).stdout != "2\n":
+        pass
+    info = await node.reset(box)
+    assert (info.id, info.state, info.labels) == (box, "running", {"a": "b"})
+    with pytest.raises(Conflict, match="reset"):
+        await waiting
+    result = await node.run(box, sh("ls /root; pgrep sleep; echo $X"))
+    assert result.stdout == "y\n"
+    assert (await node.run(box, Run(argv=("bash", "-c", ASK)))).stdout == "hello"
+    counts = await node.counts()
+    assert (counts["created"], counts["running"]) == (1, 1)
+    assert (await node.destroy(box)).ending == "exit"
+
+
+async def test_a_reset_to_what_is_not_there_changes_nothing(node: Node) -> None:
+    box = (await node.create(SandboxSpec())).id
+    await node.run(box, sh("echo mine > /root/f"))
+    with pytest.raises(NotFound, match="nowhere"):
+        await node.reset(box, "nowhere")
+    assert (await node.run(box, sh("cat /root/f"))).stdout == "mine\n"
+
+
+async def test_a_snapshot_is_started_from_and_reset_to(node: Node) -> None:
+    box = (await node.create(SandboxSpec())).id
+    await node.run(box, sh("echo one > /root/f"))
+    image = await node.snapshot(box, "one")
+    assert (image.name, [each.name for each in await node.images()]) == ("one", ["one"])
+    await node.run(box, sh("echo two > /root/f"))
+    assert [(change.path, change.kind) for change in await node.diff(box)] == [("/root/f", "added")]
+    assert (await node.reset(box, "one")).image == "one"
+    assert (await node.run(box, sh("cat /root/f"))).stdout == "one\n"
+    assert await node.diff(box) == []
+    other = (await node.create(SandboxSpec(image="one"))).id
+    await node.delete_image("one")
+    assert (await node.run(other, sh("cat /root/f"))).stdout == "one\n"
+    with pytest.raises(NotFound, match="one"):
+        await node.create(SandboxSpec(image="one"))
+    with pytest.raises(NotFound):
+        await node.delete_image("one")
+    assert len(b"".join([chunk async for chunk in exported(node, box)])) > 1000
+
+
+async def exported(node: Node, box: str) -> AsyncIterator[bytes]:
+    await node.snapshot(box, "export")
+    async for chunk in node.export_image("export"):
+        yield chunk
+
+
+async def test_forks_have_the_files_and_nothing_else_of_it(node: Node, tmp_path: Path) -> None:
+    box = (await node.create(SandboxSpec(labels={"a": "b"}))).id
+    await node.run(box, sh("echo mine > /root/f; (sleep 600 &)"))
+    forks = await node.fork(box, 5)
+    assert len({fork.id for fork in forks} | {box}) == 6
+    for number, fork in enumerate(forks):
+        assert fork.labels == {"a": "b"}
+        result = await node.run(fork.id, sh(f"cat /root/f; pgrep sleep; echo {number} > /root/f"))
+        assert result.stdout == "mine\n"
+    assert (await node.run(box, sh("cat /root/f"))).stdout == "mine\n"
+    assert await node.images() == []
+    await node.reset(forks[0].id)  # back to what it was forked as
+    assert (await node.run(forks[0].id, sh("cat /root/f"))).stdout == "mine\n"
+    for fork in forks:
+        await node.destroy(fork.id)
+    await node.close()
+    assert list((tmp_path / "images/layers").iterdir()) == []
+    with pytest.raises(InvalidRequest):
+        await node.fork(box, 0)
+
+
+async def test_a_paused_sandbox_says_so(node: Node) -> None:
+    box = (await node.create(SandboxSpec())).id
+    assert (await node.pause(box)).state == (await node.info(box)).state == "paused"
+    with pytest.raises(Conflict, match="paused"):
+        await node.run(box, sh("true"))
+    await node.write_file(box, "/root/f", b"written meanwhile")
+    await node.snapshot(box, "paused")
+    assert (await node.info(box)).state == "paused"  # a snapshot does not wake it
+    assert (await node.resume(box)).state == "running"
+    assert (await node.run(box, sh("cat /root/f"))).stdout == "written meanwhile"
+
+
+@pytest.fixture
+async def warm(tmp_path: Path, native_reason: str | None) -> AsyncIterator[Node]:
+    if native_reason:
+        pytest.skip(native_reason)
+    node = local_node(tmp_path, warm=[Warm(size=2)])
+    await node.start()
+    await full(node)
+    yield node
+    await node.close()
+
+
+async def full(node: Node, size: int = 2) -> None:
+    async with asyncio.timeout(20):
+        while (await node.pools())[0].ready < size:  # noqa: ASYNC110  (the pool tells nobody)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_warm_box_becomes_what_was_asked_for(warm: Node) -> None:
+    assert (await warm.counts())["created"] == 0  # nobody's yet
+    named = {"pids": 60} if warm.driver.facts.controllers else {}  # type: ignore[attr-defined]
+    box = (await warm.create(SandboxSpec(env={"X": "y"}, limits=Limits(**named), lifetime=100))).id
+    assert (await warm.pools())[0].hits == 1
+    assert (await warm.run(box, sh("echo $X; hostname"))).stdout == "y\nsandlot\n"
+    if named:
+        bomb = await warm.run(box, sh("for i in $(seq 200); do sleep 5 & done; wait"))
+        assert "fork" in bomb.stderr
+    await full(warm)
+
+
+async def test_what_does_not_fit_is_made_anew(warm: Node) -> None:
+    box = (await warm.create(SandboxSpec(hostname="other"))).id
+    assert (await warm.run(box, sh("hostname"))).stdout == "other\n"
+    found = (await warm.pools())[0]
+    assert (found.hits, found.misses, found.ready) == (0, 0, 2)
+    with pytest.raises(Unsupported):
+        await warm.create(SandboxSpec(limits=Limits(open_files=1 << 30)))
+
+
+async def test_one_that_does_not_answer_is_not_handed_out(warm: Node) -> None:
+    parked = [box for kind in warm._pool._kinds for box in kind.ready]
+    assert isinstance(parked[0], NativeBox)
+    os.kill(parked[0]._pid, signal.SIGSTOP)
+    box = (await warm.create(SandboxSpec())).id
+    assert (await warm.run(box, sh("echo lives"))).stdout == "lives\n"
+    await full(warm)
+
+
+async def test_one_that_dies_is_replaced(warm: Node) -> None:
+    parked = warm._pool._kinds[0].ready[0]
+    assert isinstance(parked, NativeBox)
+    os.kill(parked._pid, signal.SIGKILL)
+    await parked.death
+    await full(warm)
+    assert parked not in warm._pool._kinds[0].ready
+
+
+async def test_a_reset_takes_a_warm_box(warm: Node) -> None:
+    box = (await warm.create(SandboxSpec())).id
+    await warm.run(box, sh("touch /root/f"))
+    await full(warm)
+    await warm.reset(box)
+    assert (await warm.pools())[0].hits == 2
+    assert (await warm.run(box, sh("ls /root"))).stdout == ""
+
+
+async def test_a_run_with_a_key_is_started_once(node: Node) -> None:
+    box = (await node.create(SandboxSpec())).id
+    run = sh("echo x >> /root/count; sleep 0.3; wc -l < /root/count", key="once")
+    first = asyncio.create_task(node.run(box, run))
+    await asyncio.sleep(0.05)
+    first.cancel()  # the caller goes away, the run goes on
+    results = [await node.run(box, run) for _ in range(2)]
+    assert [result.stdout for result in results] == ["1\n", "1\n"]
+    assert (await node.run(box, sh("wc -l < /root/count"))).stdout == "1\n"
+    for number in range(80):  # results are kept for a while, not for ever
+        await node.run(box, sh("true", key=f"k{number}"))
+    assert len(node._live[box].keyed) <= 65
+    await node.destroy(box, Ending.KILLED)
