@@ -27,7 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandlot.api import NodeAPI, Run, SandboxSpec
+from sandlot.api import NodeAPI, Run, SandboxSpec, Warm
+from sandlot.node.node import local_node
 from sandlot.sandbox import open_node
 
 TRUE = Run(argv=("true",))
@@ -274,6 +275,7 @@ async def measure(rounds: int, peer_rounds: int, boxes: int) -> dict[str, Any]:
             if number % max(1, rounds // peer_rounds) == 0:
                 for name, peer in running.items():
                     peer.round(theirs[name])
+        state = await state_of(node, rounds)
         burst = await burst_of(node, BURST)
         output = await output_of(node)
         once = {
@@ -285,7 +287,7 @@ async def measure(rounds: int, peer_rounds: int, boxes: int) -> dict[str, Any]:
         for peer in peers.values():
             peer.close()
     return {
-        **{name: summary(values) for name, values in ours.items()},
+        **{name: summary(values) for name, values in (ours | state).items()},
         "burst_100_s": round(burst, 2),
         "output_50mb_s": round(output, 3),
         "mb_per_box": memory,
@@ -298,6 +300,44 @@ async def measure(rounds: int, peer_rounds: int, boxes: int) -> dict[str, Any]:
             **{name: {"missing": reason} for name, reason in missing.items()},
         },
     }
+
+
+WRITE_1MB = Run(argv=("sh", "-c", "for i in 1 2 3 4 5 6 7 8 9 10; do head -c 100000 /dev/zero > /root/f$i; done"))
+
+
+async def state_of(node: NodeAPI, rounds: int) -> Figures:
+    """From a warm pool; of a reset; of a snapshot and of a fork of 1 MB in ten files: each to the result of its first
+    command, but the snapshot, which is over when it is over."""
+    figures: Figures = {name: [] for name in ("create_warm_ms", "reset_ms", "snapshot_1mb_ms", "fork_1mb_ms")}
+    async with local_node(warm=[Warm(size=4)]) as warm:
+        for _ in range(rounds):
+            while (await warm.pools())[0].ready < 4:  # noqa: ASYNC110  (a pool tells nobody)
+                await asyncio.sleep(0.001)
+            started = time.perf_counter()
+            info = await warm.create(SandboxSpec())
+            assert (await warm.run(info.id, TRUE)).ok
+            figures["create_warm_ms"].append((time.perf_counter() - started) * 1000)
+            await warm.destroy(info.id)
+        assert (await warm.pools())[0].hits == rounds
+    box = (await node.create(SandboxSpec())).id
+    for number in range(rounds):
+        assert (await node.run(box, WRITE_1MB)).ok
+        started = time.perf_counter()
+        await node.snapshot(box, f"bench-{os.getpid()}-{number}")
+        copied = time.perf_counter()
+        (fork,) = await node.fork(box)
+        assert (await node.run(fork.id, TRUE)).ok
+        forked = time.perf_counter()
+        await node.destroy(fork.id)
+        await node.delete_image(f"bench-{os.getpid()}-{number}")
+        again = time.perf_counter()
+        await node.reset(box)
+        assert (await node.run(box, TRUE)).ok
+        figures["snapshot_1mb_ms"].append((copied - started) * 1000)
+        figures["fork_1mb_ms"].append((forked - copied) * 1000)
+        figures["reset_ms"].append((time.perf_counter() - again) * 1000)
+    await node.destroy(box)
+    return figures
 
 
 async def burst_of(node: NodeAPI, count: int) -> float:
@@ -351,6 +391,13 @@ def table(result: dict[str, Any]) -> str:
     for key, words in (("burst_100_s", "100 at once"), ("output_50mb_s", "50 MB of output")):
         cells = {name: row[key] for name, row in {"sandlot": result, **result["peers"]}.items() if key in row}
         lines.append(f"{words}: " + ", ".join(f"{name} {value} s" for name, value in cells.items()))
+    for key, words in (
+        ("create_warm_ms", "create from a warm pool"),
+        ("reset_ms", "reset"),
+        ("snapshot_1mb_ms", "snapshot of 1 MB"),
+        ("fork_1mb_ms", "fork with 1 MB"),
+    ):
+        lines.append(f"{words}: {result[key]['p50']} / {result[key]['p99']} ms")
     return "\n".join([*lines, f"memory: {result['mb_per_box']} MB a box"])
 
 

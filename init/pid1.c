@@ -14,6 +14,7 @@
 #include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
+#include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -331,6 +332,22 @@ static void claim_request(const struct message *message, struct plan *plan, uint
 	answer(message->head.id, bad ? EBADMSG : 0, -1);
 }
 
+/* Answered here and not by a child: a box at its limit of processes can be asked too. */
+static void disk_request(const struct message *message, int upper)
+{
+	struct reply reply;
+	struct statvfs found;
+	int error = fstatvfs(upper, &found) < 0 ? errno : 0;
+
+	reply_start(&reply, FRAME_DONE, message->head.id);
+	reply_u32(&reply, FIELD_ERRNO, (uint32_t)error);
+	if (!error) {
+		reply_u64(&reply, FIELD_BYTES, (uint64_t)(found.f_blocks - found.f_bfree) * found.f_frsize);
+		reply_u32(&reply, FIELD_FILES, (uint32_t)(found.f_files - found.f_ffree));
+	}
+	(void)reply_send(CONTROL_FD, &reply, -1);
+}
+
 static void serve(struct message *message, struct plan *plan, uint64_t *end)
 {
 	switch (message->head.type) {
@@ -341,6 +358,7 @@ static void serve(struct message *message, struct plan *plan, uint64_t *end)
 	case FRAME_KILL: kill_request(message); break;
 	case FRAME_RELEASE: release_request(message); break;
 	case FRAME_SIGNAL: signal_request(message); break;
+	case FRAME_DISK: disk_request(message, plan->upper); break;
 	case FRAME_CLAIM: claim_request(message, plan, end); break;
 	case FRAME_LISTEN:
 	case FRAME_CONNECT: socket_request(message); break;

@@ -19,6 +19,7 @@ enum frame {
 	FRAME_COPY = 10,   /* copy the upper directory */
 	FRAME_LIST = 11,   /* list it */
 	FRAME_CLAIM = 12,  /* a parked box gets its lifetime and grace */
+	FRAME_DISK = 13,   /* how much the file system of the upper directory holds */
 	/* box to node */
 	FRAME_PID = 100,
 	FRAME_READY = 101,

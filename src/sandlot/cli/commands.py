@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("sandlot.cli.train:train", "Train an agent by a recipe."),
     "show": ("sandlot.cli.show:show", "Show a training run: its table and its curve."),
     "serve": ("sandlot.cli.serve:serve", "Serve sandboxes of this host over HTTP."),
+    "image": ("sandlot.cli.image:image", "List, delete or export images that were made from sandboxes."),
     "doctor": ("sandlot.cli.doctor:doctor", "Say what this host can and cannot do, and what fixes it."),
     "version": ("sandlot.cli.commands:version", "Print the version."),
 }

@@ -52,6 +52,16 @@ def error(message: str, hint: str | None = None) -> None:
         print(f"\n{painted('hint:', _CYAN, sys.stderr)} {hint}", file=sys.stderr)
 
 
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows in columns, with their heads where there are any."""
+    if not rows:
+        note("there are none")
+        return
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        out("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
 def capabilities(found: Sequence[Capability]) -> None:
     """The lines of `doctor`: one for each need, with the fix below it where something is missing."""
     width = max((len(capability.name) for capability in found), default=0)

@@ -90,6 +90,7 @@ class Box(Protocol):
     """One live box."""
 
     losses: tuple[str, ...]  # defaults that are not kept, a sentence each
+    paused: bool
     death: asyncio.Future[Death]  # resolves once, when the box is gone for whatever reason
 
     async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int, hold: Hold | None = None) -> Process:

@@ -51,6 +51,7 @@ from sandlot.api import (
 from sandlot.drivers.base import Adopted, Box, Death, Driver, Exit, Hold, Keeping, Process, Spawn
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, SandlotError, host_fault
 from sandlot.node import files
+from sandlot.node.keyed import KeyedRuns
 from sandlot.node.ledger import Ledger, NodeDirectory
 from sandlot.node.pool import Pool
 from sandlot.node.streams import Stream, input_file
@@ -77,10 +78,6 @@ GOING_SECONDS = 10.0
 # How long an ended sandbox can be asked about (seconds), and of how many at most: ~400 bytes each.
 ENDED_SECONDS = 3600.0
 ENDED_KEPT = 100_000
-
-# Results of runs with a key that are kept for who asks again, per sandbox: the last of them, and bytes of output.
-KEYED_KEPT = 64
-KEYED_BYTES = 64 << 20
 
 # Copying what a sandbox has written takes as long as the disk takes.
 COPY_SECONDS = 1800.0
@@ -143,15 +140,6 @@ class _Command:
 
 
 @dataclass(slots=True)
-class _Keyed:
-    """A run with a key: its result, or the promise of one. The process is held until its result is forgotten."""
-
-    result: asyncio.Task[RunResult]
-    process: Process | None = None
-    ended_at: float = 0.0
-
-
-@dataclass(slots=True)
 class _Route:
     """A port inside and who answers on it."""
 
@@ -177,7 +165,6 @@ class _Live:
         "last_used",
         "lifetime_timer",
         "named",
-        "paused",
         "routes",
         "spec",
     )
@@ -195,8 +182,7 @@ class _Live:
         self.named = named  # limits that were asked for by name
         self.generation = generation  # how many boxes it had before this one
         self.changing = asyncio.Lock()  # reset, snapshot, fork, pause: one at a time
-        self.paused = False
-        self.keyed: OrderedDict[str, _Keyed] = OrderedDict()
+        self.keyed = KeyedRuns()
         self.spec = spec
         self.box = box
         self.created_at = created_at
@@ -220,7 +206,7 @@ class _Live:
         return Info(
             id=self.id,
             image=self.spec.image,
-            state="paused" if self.paused else "running",
+            state="paused" if self.box.paused else "running",
             created_at=self.created_at,
             labels=self.spec.labels,
             losses=self.box.losses,
@@ -355,13 +341,12 @@ class Node:
         self._begin_life(live, note.created_at)
         if note.spec.image.startswith(_FORK):
             self._forks.setdefault(note.spec.image, set()).add(live.id)
-        for process, words, fds in found.runs:
-            about = _About(*json.loads(words))
+        runs = [(_About(*json.loads(words)), process, fds) for process, words, fds in found.runs]
+        for about, process, fds in sorted(runs, key=lambda run: run[0].started_at):
             out, err = Stream(about.cap, fds[0], fds[1]), Stream(about.cap, fds[2], fds[3])
             task = self._task(self._complete(live, _Command(found.box, process, out, err, about)))
             if about.key is not None:
-                keyed = live.keyed[about.key] = _Keyed(task, process)
-                task.add_done_callback(partial(self._keyed_ended, live, keyed))
+                live.keyed.add(about.key, task, process)
         for listener, port, words in found.listeners:
             with suppress(ValidationError):
                 upstream = Upstream.model_validate_json(words)
@@ -476,28 +461,13 @@ class Node:
         with live:
             if run.key is None:
                 return await self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run))
-            keyed = live.keyed.get(run.key)
-            if keyed is None:
+            if run.key not in live.keyed:
                 what = f"run {run.argv[0]} in sandbox {sandbox_id}"
-                keyed = live.keyed[run.key] = _Keyed(self._task(self._step(live, what, self._run(live, run))))
-                keyed.result.add_done_callback(partial(self._keyed_ended, live, keyed))
-            return await asyncio.shield(keyed.result)
-
-    def _keyed_ended(self, live: _Live, keyed: _Keyed, _: asyncio.Task[RunResult]) -> None:
-        """Remember it for who asks again, and forget the oldest past what is kept."""
-        keyed.ended_at = time.monotonic()
-        kept = 0
-        for key, each in reversed(live.keyed.items()):
-            if not each.result.done():
-                continue
-            failed = each.result.cancelled() or each.result.exception() is not None
-            result = None if failed else each.result.result()
-            kept += len(result.out.data) + len(result.err.data) if result else 0
-            old = time.monotonic() - each.ended_at > ENDED_SECONDS
-            if failed or old or kept > KEYED_BYTES or len(live.keyed) > KEYED_KEPT:
-                del live.keyed[key]
-                if each.process is not None:
-                    self._in_background(each.process.release())
+                live.keyed.add(run.key, self._task(self._step(live, what, self._run(live, run))))
+            result = await live.keyed.result(run.key)
+            for process in live.keyed.forget():
+                await process.release()
+            return result
 
     async def _run(self, live: _Live, run: Run) -> RunResult:
         env = {**live.env, **run.env}
@@ -532,7 +502,7 @@ class Node:
             for fd in theirs:
                 os.close(fd)
         if run.key is not None:
-            live.keyed[run.key].process = process
+            live.keyed.started(run.key, process)
         return await self._complete(live, _Command(box, process, out, err, about))
 
     async def _complete(self, live: _Live, command: _Command) -> RunResult:
@@ -610,7 +580,7 @@ class Node:
             await box.destroy(Ending.EXIT)
             raise self._ended_error(live.id)
         old, routes = live.box, live.routes
-        live.box, live.routes, live.spec, live.generation, live.paused = box, [], spec, generation, False
+        live.box, live.routes, live.spec, live.generation = box, [], spec, generation
         box.death.add_done_callback(partial(self._died, live, box))
         for route in routes:
             route.served.close()
@@ -673,7 +643,6 @@ class Node:
             async with live.changing, deadline(STEP_SECONDS, f"pausing or resuming sandbox {sandbox_id}"):
                 work = live.box.pause() if stopped else live.box.resume()
                 await self._step(live, f"pause or resume sandbox {sandbox_id}", work)
-            live.paused = stopped
             return live.info()
 
     async def images(self) -> list[ImageInfo]:

@@ -21,6 +21,8 @@ from sandlot.errors import SandlotError
 # A refill that fails (host out of memory, image gone) is tried again after this many seconds, not at once.
 _AGAIN_SECONDS = 5.0
 _MAKE_SECONDS = 60.0
+# Making a box takes a processor for some milliseconds: not the very next ones after a claim, while there are others.
+_LULL_SECONDS = 0.02
 
 
 @dataclass(slots=True)
@@ -93,6 +95,8 @@ class Pool:
     async def _fill(self, kind: _Kind) -> None:
         """Keep one pool at its size, one box at a time: those who ask for others go first."""
         while True:
+            if len(kind.ready) > kind.warm.size // 2:
+                await asyncio.sleep(_LULL_SECONDS)  # whoever took one is about to use it
             while len(kind.ready) < kind.warm.size:
                 try:
                     async with deadline(_MAKE_SECONDS, "making a warm box"):

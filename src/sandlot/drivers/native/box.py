@@ -122,7 +122,7 @@ class NativeBox:
         self._record = record
         self._facts: dict[str, Any] = {}  # what is in the record
         self._held: set[int] = set()  # ids of runs and listeners that PID 1 keeps something of
-        self._paused = False
+        self.paused = False
         self.losses: tuple[str, ...] = ()
         self.owners_mapped = True  # whether files of the image have their owners inside
         self.refused_ids = ""  # why the ids that are lent to this user could not be had after all
@@ -151,7 +151,7 @@ class NativeBox:
     # -- requests -------------------------------------------------------------------------------------------------
 
     async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int, hold: Hold | None = None) -> NativeProcess:
-        if self._paused:
+        if self.paused:
             raise Conflict("the sandbox is paused: nothing can be started in it", "resume it first")
         if what.user and not self._many_ids:
             raise Unsupported(
@@ -232,13 +232,9 @@ class NativeBox:
         return answer.fds[0]
 
     async def stats(self) -> Stats:
-        # Asked of the file system from inside: the upper directory's tmpfs is in no other mount namespace.
-        root = await self.open("/", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            disk = os.fstatvfs(root)
-        finally:
-            os.close(root)
-        used = {"disk": (disk.f_blocks - disk.f_bfree) * disk.f_frsize, "inodes": disk.f_files - disk.f_ffree}
+        # Asked of PID 1: the upper directory's file system is in no other mount namespace.
+        disk = await self._ask(Frame.DISK, "asking what is written", [])
+        used = {"disk": disk.number(Key.BYTES) or 0, "inodes": disk.number(Key.FILES) or 0}
         return Stats.model_validate(self.group.usage() | used)
 
     async def changes(self) -> list[Change]:
@@ -256,15 +252,14 @@ class NativeBox:
         """Copy what the box has written into the empty directory `target`, over copies of the layers `below`. Nothing
         of the box runs meanwhile. Raises Unsupported where owners cannot be written as the box sees them."""
         fds: list[int] = []
-        was_paused = self._paused
         try:
             fds.extend(self._as_seen(path) for path in (target, *below))
-            await self.pause()
+            await self._stop(True)
             try:
                 answer = await self._work(Frame.COPY, "copying what was written", fds)
             finally:
-                if not was_paused:
-                    await shielded(self.resume())
+                if not self.paused:
+                    await shielded(self._stop(False))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -307,25 +302,31 @@ class NativeBox:
         return answer
 
     async def pause(self) -> None:
-        await self._stop(True)
+        if self.paused:
+            return
+        self.paused = True  # first: nothing is started while the others are being stopped
+        try:
+            await self._stop(True)
+            self._write_record(paused=True)
+        except BaseException:
+            self.paused = False
+            raise
 
     async def resume(self) -> None:
+        if not self.paused:
+            return
         await self._stop(False)
+        self.paused = False
+        self._write_record(paused=False)
 
     async def _stop(self, stopped: bool) -> None:
-        if stopped is self._paused:
-            return
+        """Stop everything that runs, and what is started meanwhile; or let it go on."""
         self._open_channel()
-        self._paused = stopped  # first: nothing is started while the others are being stopped
-        try:
-            if self.group.runs is not None:
-                await asyncio.to_thread(self.group.freeze, stopped)
-            else:
-                number = signal.SIGSTOP if stopped else signal.SIGCONT
-                await self._ask(Frame.SIGNAL, "stopping processes", [(Key.SIGNAL, number)])
-        except BaseException:
-            self._paused = not stopped
-            raise
+        if self.group.runs is not None:
+            await shielded(asyncio.to_thread(self.group.freeze, stopped))
+        else:
+            number = signal.SIGSTOP if stopped else signal.SIGCONT
+            await self._ask(Frame.SIGNAL, "stopping processes", [(Key.SIGNAL, number)])
 
     async def claim(self, spec: SandboxSpec, keeping: Keeping) -> None:
         """What `NativeDriver.claim` does to the box itself."""
@@ -416,6 +417,7 @@ class NativeBox:
                 losses=(),
                 mounts=plan.mount_points,
                 oom=0,
+                paused=False,
                 note=what.keeping.note,
                 parked=what.keeping.parked,
             )
@@ -483,7 +485,8 @@ class NativeBox:
             box._channel = Channel(record.connect(), box._exited, box._going, partial(box._take_held, found))
             await box._next(Frame.READY)
             box._pid, box._lives = facts["pid"], True
-            box._paused = box.group.frozen()
+            box.paused = facts["paused"]
+            await box._stop(box.paused)  # its node may have died in the middle of a copy
         except BaseException:
             if box._channel is not None:
                 box._channel.close()

@@ -137,9 +137,6 @@ class BoxGroup:
         if not _await_event(self.runs, b"frozen %d" % frozen, time.monotonic() + FREEZE_SECONDS):
             raise HostFault("the sandbox's processes could not be stopped", "one of them hangs in the kernel")
 
-    def frozen(self) -> bool:
-        return self.runs is not None and b"frozen 1" in (self.runs / "cgroup.events").read_bytes()
-
     def facts(self) -> dict[str, Any]:
         """What `restored` needs."""
         return {

@@ -146,7 +146,8 @@ class NativeDriver:
         for volume in spec.volumes:
             if not os.path.exists(volume.source):  # noqa: ASYNC240, PTH110  (one stat of a local path)
                 raise InvalidRequest(f"the volume {volume.source} does not exist on this host")
-        self._check_limits(spec, named)
+        facts = self._facts_of(named)
+        self._check_limits(spec, named, facts)
         with ExitStack() as until_started:
             image, snapshot = self._resolve(spec.image)
             locks = self._layers.use(snapshot) if snapshot else []
@@ -157,7 +158,8 @@ class NativeDriver:
             try:
                 refused = self._check_kept(spec, named, group)
                 record = self._record(box_id, keeping)
-                box = NativeBox(box_id, image, group, self.cgroups, self._ids, self._sub_ids, record)
+                lent = self._sub_ids if facts.ids == "shared" else None
+                box = NativeBox(box_id, image, group, self.cgroups, self._ids, lent, record)
             except BaseException:
                 if record is not None:
                     record.passed()
@@ -175,8 +177,15 @@ class NativeDriver:
                 await shielded(box.destroy(Ending.START_FAILED))
                 raise
         self._learn(box)
-        box.lose(losses(self.facts, spec) + refused)
+        box.lose(losses(self._facts_of(named), spec) + refused)
         return box
+
+    def _facts_of(self, named: frozenset[str]) -> Facts:
+        """What holds for a box of which these limits are named. Several ids inside are a default, and one that would
+        multiply the limit on processes where no cgroup counts them."""
+        if self.facts.ids != "shared" or "pids" not in named or "pids" in self.facts.controllers:
+            return self.facts
+        return replace(self.facts, ids="one", ids_reason="with more the limit on pids that was asked for is not kept")
 
     def _record(self, box_id: str, keeping: Keeping) -> Record | None:
         if not keeping.grace and not keeping.parked:
@@ -212,7 +221,10 @@ class NativeDriver:
     # -- parked boxes ---------------------------------------------------------------------------------------------
 
     def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str]) -> bool:
-        self._check_limits(spec, named)
+        facts = self._facts_of(named)
+        self._check_limits(spec, named, facts)
+        if facts is not self.facts:
+            return False
         by_cgroup = {name for name, (controller, _) in LIMITED_BY.items() if controller in self.cgroups.controllers}
         loose = {*by_cgroup, "cpus", "cpu_weight", "output"}  # what is not kept is not in the way either
         fixed = ("image", "profile", "setuid", "nested", "hostname", "volumes")
@@ -435,8 +447,8 @@ class NativeDriver:
             refused.append(f"{promise}: the kernel does not take {value} for {name}")
         return tuple(refused)
 
-    def _check_limits(self, spec: SandboxSpec, named: frozenset[str]) -> None:
-        lost = {line.name: line for line in promises(self.facts) if line.state == "loss"}
+    def _check_limits(self, spec: SandboxSpec, named: frozenset[str], facts: Facts) -> None:
+        lost = {line.name: line for line in promises(facts) if line.state == "loss"}
         for name, (_, promise) in LIMITED_BY.items():
             if name in named and promise in lost and getattr(spec.limits, name) is not None:
                 raise Unsupported(

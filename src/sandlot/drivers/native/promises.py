@@ -104,6 +104,14 @@ def promises(facts: Facts) -> list[Capability]:
         )
     kept("output limit", "cut to its cap, head and tail kept, before it reaches memory")
     kept("command trees", f"killed whole by {'cgroup.kill' if facts.kill_groups else 'a walk over the process tree'}")
+    if facts.kill_groups:
+        kept("standing still", "paused and copied boxes are frozen by cgroup v2")
+    else:
+        loss(
+            "standing still",
+            "processes are stopped by a signal, and what is started while a snapshot is made is not",
+            cgroups,
+        )
     kept("clean end", "everything ends with the first process; nothing stays behind")
     return lines
 

@@ -33,6 +33,7 @@ class Frame(IntEnum):
     COPY = 10
     LIST = 11
     CLAIM = 12
+    DISK = 13
     PID = 100
     READY = 101
     DONE = 102

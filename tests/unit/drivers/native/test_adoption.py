@@ -24,6 +24,7 @@ from sandlot.drivers.native.box import NativeBox
 from sandlot.drivers.native.driver import NativeDriver
 from sandlot.drivers.native.keep import records
 from tests.support.native import sh
+from tests.support.server import alive, until_gone
 
 NODE = """
 import asyncio, os, sys
@@ -92,27 +93,6 @@ async def node(tmp_path: Path, native_reason: str | None) -> AsyncIterator[Start
     for each in adopted:
         await each.box.destroy(Ending.KILLED)
     await driver.close()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until_gone(pid: int) -> None:
-    """PID 1 is nobody's child here, but a descriptor of it tells its end."""
-    try:
-        watch = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    gone = asyncio.Event()
-    asyncio.get_running_loop().add_reader(watch, gone.set)
-    async with asyncio.timeout(20):
-        await gone.wait()
-    asyncio.get_running_loop().remove_reader(watch)
-    os.close(watch)
 
 
 async def test_another_node_gets_the_box_back_with_all_that_was_held(node: Start) -> None:

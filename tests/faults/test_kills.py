@@ -1,0 +1,223 @@
+"""Fault: kill -9 of the server, of a box's first process, or of both, at any moment, while commands run.
+
+Must hold: boxes that were not killed are there again, the same ids and processes; a command's result comes whole, not
+a byte of it lost, none twice, and it was started once; boxes that were killed say so; no process is left of them; and
+when the server is stopped in the end, no directory, cgroup or process of any of it is left.
+
+SANDLOT_FAULT_ROUNDS says how many times (30; `make faults` makes it 1,000); the seed is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from sandlot.api import Info, Run, SandboxSpec, Upstream
+from sandlot.client import HttpNode
+from sandlot.errors import NotFound, SandboxEnded
+from tests.support.server import Server, alive, first_processes, kill, leftovers, note_nodes, until_gone
+
+ROUNDS = int(os.environ.get("SANDLOT_FAULT_ROUNDS", "30"))
+SEED = int(os.environ.get("SANDLOT_FAULT_SEED", str(random.randrange(1 << 30))))
+BOXES = 4
+
+# Counts its starts, writes numbered lines on both streams in bursts, and ends with a code that the caller chose.
+TALK = """
+echo $1 >> /root/starts
+i=0; while [ $i -lt 400 ]; do
+  echo "$1 out $i"; echo "$1 err $i" >&2
+  [ $((i % 100)) = 0 ] && sleep 0.01
+  i=$((i+1))
+done
+exit $2
+"""
+
+
+@pytest.fixture
+def state(tmp_path: Path, native_reason: str | None) -> Path:
+    if native_reason:
+        pytest.skip(native_reason)
+    directory = tmp_path / "state"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+def whole(stream: str, word: str, key: str) -> bool:
+    return stream == "".join(f"{key} {word} {i}\n" for i in range(400))
+
+
+async def talk(node: HttpNode, box: str, key: str, code: int) -> str:
+    """One command, whatever happens to the server meanwhile: "whole" or "ended"."""
+    run = Run(argv=("sh", "-c", TALK, "sh", key, str(code)), key=key, timeout=120)
+    try:
+        result = await node.run(box, run)
+    except SandboxEnded:
+        return "ended"
+    assert result.exit_code == code, result
+    assert whole(result.stdout, "out", key), f"{len(result.stdout)} bytes of output"
+    assert whole(result.stderr, "err", key), f"{len(result.stderr)} bytes of errors"
+    return "whole"
+
+
+async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
+    print(f"seed {SEED}")
+    chance = random.Random(SEED)
+    async with Server(state, "--orphan-grace", "120", "--warm", "host=2") as server:
+        note_nodes(state)
+        node = server.node()
+        boxes: list[str] = []
+        outcomes = {"whole": 0, "ended": 0}
+        for number in range(ROUNDS):
+            while len(boxes) < BOXES:
+                boxes.append((await node.create(SandboxSpec(labels={"round": str(number)}))).id)
+            work = [
+                asyncio.create_task(talk(node, box, f"r{number}-{index}-{again}", chance.randrange(100)))
+                for index, box in enumerate(boxes)
+                for again in range(2)
+            ]
+            await asyncio.sleep(chance.random() * 0.15)
+            what = chance.choice(["node", "node", "helper", "both"])
+            victims = []
+            if what != "node":
+                victims = [pid for pid in first_processes(state) if alive(pid)]
+                victims = chance.sample(victims, k=min(len(victims), 1 + chance.randrange(2)))
+                for pid in victims:
+                    kill(pid)
+                    if chance.random() < 0.5:
+                        await asyncio.sleep(chance.random() * 0.01)
+            if what != "helper":
+                await server.kill()
+                await asyncio.sleep(chance.random() * 0.1)
+                await server.start()
+                note_nodes(state)
+            for done in await asyncio.gather(*work):
+                outcomes[done] += 1
+            for pid in victims:
+                await until_gone(pid)
+            left = []
+            for box in boxes:
+                try:
+                    starts = (await node.run(box, Run(argv=("cat", "/root/starts")))).stdout.split()
+                except SandboxEnded:
+                    assert (await node.info(box)).ending in ("helper_died", "oom")
+                    continue
+                assert len(starts) == len(set(starts)), f"started twice: {starts}"
+                left.append(box)
+            assert {info.id for info in await node.list()} == set(left)
+            boxes = left
+        print(outcomes)
+        assert outcomes["whole"] > outcomes["ended"] or ROUNDS < 10
+        await node.close()
+        everybody = first_processes(state)
+    assert not [pid for pid in everybody if alive(pid)]
+    assert leftovers(state) == []
+
+
+async def test_two_hundred_boxes_are_found_again(state: Path) -> None:
+    async with Server(state, "--orphan-grace", "120") as server:
+        note_nodes(state)
+        node = server.node()
+        made = await asyncio.gather(*(node.create(SandboxSpec(labels={"n": str(n)})) for n in range(200)))
+        busy = [info.id for info in made[:50]]
+        text = "echo $$; sleep 1; seq 3000; exit 5"
+        running = [asyncio.create_task(node.run(box, Run(argv=("sh", "-c", text), key="k"))) for box in busy]
+        await asyncio.sleep(0.6)
+        before = set(first_processes(state))
+        await server.kill()
+        await server.start()
+        note_nodes(state)
+        assert set(first_processes(state)) == before
+        assert {info.id: info.labels for info in await node.list()} == {info.id: info.labels for info in made}
+        for result in await asyncio.gather(*running):
+            assert (result.exit_code, result.stdout.split("\n", 1)[1]) == (5, "".join(f"{i}\n" for i in range(1, 3001)))
+        answers = await asyncio.gather(*(node.run(info.id, Run(argv=("echo", info.id))) for info in made))
+        assert [answer.stdout for answer in answers] == [f"{info.id}\n" for info in made]
+        await node.close()
+    assert leftovers(state) == []
+    assert not [pid for pid in before if alive(pid)]
+
+
+async def test_what_a_server_knew_the_next_one_knows(state: Path) -> None:
+    async with Server(state, "--orphan-grace", "60") as server:
+        note_nodes(state)
+        node = server.node()
+        kept = await node.create(SandboxSpec(lifetime=300, idle_timeout=300))
+        ended = await node.create(SandboxSpec())
+        await node.destroy(ended.id)
+        short = await node.create(SandboxSpec(lifetime=2))
+        paused = await node.create(SandboxSpec())
+        await node.pause(paused.id)
+        reset = await node.create(SandboxSpec())
+        await node.run(reset.id, Run(argv=("touch", "/root/f")))
+        await node.reset(reset.id)
+        await node.run(reset.id, Run(argv=("touch", "/root/g")))
+        forked = (await node.fork(reset.id))[0]
+        await node.route(kept.id, 8000, Upstream(url=server.url))  # the server itself answers
+        await server.kill()
+        await asyncio.sleep(2.2)  # the lifetime of `short`
+        await server.start()
+        note_nodes(state)
+        assert (await node.info(ended.id)).ending == "exit"
+        assert (await node.info(short.id)).ending == "lifetime"
+        assert (await node.info(paused.id)).state == "paused"
+        assert (await node.resume(paused.id)).state == "running"
+        assert (await node.run(paused.id, Run(argv=("echo", "awake")))).stdout == "awake\n"
+        for box in (reset.id, forked.id):
+            assert (await node.run(box, Run(argv=("ls", "/root")))).stdout == "g\n"
+        get = "exec 3<>/dev/tcp/127.0.0.1/8000; printf 'GET /healthz HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3"
+        assert "ok" in (await node.run(kept.id, Run(argv=("bash", "-c", get)))).stdout
+        counts = await node.counts()
+        assert counts["created"] == counts["running"] + sum(
+            v for k, v in counts.items() if k not in ("created", "running")
+        )
+        await node.reset(forked.id)
+        assert (await node.run(forked.id, Run(argv=("ls", "/root")))).stdout == "g\n"
+        await node.close()
+    assert leftovers(state) == []
+    assert not list((state / "images/layers").iterdir())
+
+
+async def test_boxes_of_a_server_that_never_comes_back_end_and_are_swept(state: Path) -> None:
+    async with Server(state, "--orphan-grace", "1") as server:
+        note_nodes(state)
+        node = server.node()
+        await node.create(SandboxSpec())
+        pids = first_processes(state)
+        await server.kill()
+        await node.close()
+    for pid in pids:
+        await until_gone(pid)
+    async with Server(state):  # another address: not the one that they waited for
+        note_nodes(state)
+        assert len(list(state.glob("node-*"))) == 1
+    assert leftovers(state) == []
+
+
+async def test_servers_and_embedded_runs_leave_each_others_boxes_alone(state: Path) -> None:
+    from sandlot.node.node import local_node
+
+    async with Server(state, "--orphan-grace", "60") as first, Server(state) as second:
+        note_nodes(state)
+        one, two = first.node(), second.node()
+        mine: list[tuple[HttpNode, Info]] = [(node, await node.create(SandboxSpec())) for node in (one, two)]
+        await first.kill()  # its box lives, and waits for it
+        embedded = local_node(state)
+        await embedded.start()  # sweeps what is dead
+        box = await embedded.create(SandboxSpec())
+        await second.kill()
+        await second.start()
+        await first.start()
+        note_nodes(state)
+        for node, info in mine:
+            assert (await node.run(info.id, Run(argv=("echo", "lives")))).stdout == "lives\n"
+            with pytest.raises(NotFound):
+                await embedded.info(info.id)
+        assert (await embedded.run(box.id, Run(argv=("echo", "lives")))).stdout == "lives\n"
+        await embedded.close()
+        await one.close()
+        await two.close()
+    assert leftovers(state) == []
