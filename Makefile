@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 INIT := src/sandlot/drivers/native/bin/sandlot-init
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check hostile hostile-controls kernels ci format clean
+.PHONY: help setup demo test check hostile hostile-controls faults kernels ci format clean
 help:
 	@echo "make demo    set up, then train an agent in real sandboxes (about 5 minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make setup   make .venv and install everything into it"
 	@echo "make check   format, lint, types, C warnings, layers"
 	@echo "make hostile attacks on real boxes; make hostile-controls: the same, one protection removed"
+	@echo "make faults  kill -9 of server and boxes a thousand times: nothing may be lost or left"
 	@echo "make ci      check, the slow suites in short, then test: what continuous integration runs"
 
 setup: $(VENV)/.installed $(INIT)
@@ -57,13 +58,18 @@ hostile: setup
 hostile-controls: setup
 	$(BIN)/python -m pytest -q -m control tests/hostile
 
+# About half an hour; what ran is in the output, with the seed.
+faults: setup
+	SANDLOT_FAULT_ROUNDS=1000 $(BIN)/python -m pytest -q -s tests/faults
+
 # The same on other kernels, in QEMU guests: Debian's packages for kernel and root file system; as root, half an hour.
 kernels: setup
 	$(BIN)/python tests/kernels/run.py
 
 ci: check hostile hostile-controls
+	SANDLOT_FAULT_ROUNDS=20 $(BIN)/python -m pytest -q -s tests/faults
 	@echo "left out here: recipes/find/demo.toml in full (make demo), bench/ (python bench/box.py), the hostile suite as"
-	@echo "an ordinary user (run make hostile as one), other kernels (make kernels)"
+	@echo "an ordinary user (run make hostile as one), other kernels (make kernels), a thousand kills (make faults; 20 here)"
 	$(BIN)/python -m pytest -q --durations=10
 
 clean:

@@ -322,7 +322,7 @@ class Node:
             await self._carry_on(each)
         for gone in remains:
             note = _Note.read(gone.note)
-            if note is not None:
+            if note is not None and note.id not in self._ended:
                 self.ledger.begin(note.id, note.spec.image, adopted=True)
                 self._record_end(note.id, note.spec, note.created_at, gone.death)
 

@@ -661,12 +661,14 @@ class NativeBox:
         self.group.remove()
         if self._record is not None:
             self._record.passed()
-            self._record.remove()
         if self._ids is not None and self._base is not None:
             self._ids.give_back(self._base)
             self._base = None
         if not self.death.done():
             self.death.set_result(death)
+        if self._record is not None:
+            # Not before its owner has written down how it ended: a node killed in between would know nothing of it.
+            self._loop.call_soon(self._record.remove)
 
 
 def _tuples(value: Any) -> Any:

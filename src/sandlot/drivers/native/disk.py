@@ -6,7 +6,6 @@ whoever dies, nothing is left. (Project quotas would save the loop device, but f
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import os
@@ -15,7 +14,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from sandlot.aio import deadline
+from sandlot.aio import deadline, program
 from sandlot.drivers.native.trees import mount_device
 from sandlot.errors import HostFault, Unsupported
 
@@ -70,19 +69,11 @@ async def make(directory: Path, size: int, inodes: int, owner: int) -> int:
 async def _format(name: str, inodes: int, owner: int) -> None:
     words = ("-q", "-F", "-t", "ext4", "-m", "0", "-O", "^has_journal", "-N", str(inodes))
     extended = f"nodiscard,lazy_itable_init=1,root_owner={owner}:{owner}"
-    program = shutil.which("mke2fs", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "mke2fs"
-    process = await asyncio.create_subprocess_exec(
-        program, *words, "-E", extended, name, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with deadline(FORMAT_SECONDS, "making a disk for a sandbox"):
-            _, said = await process.communicate()
-    except BaseException:
-        process.kill()
-        await process.wait()
-        raise
-    if process.returncode != 0:
-        raise HostFault(f"mke2fs could not make a disk for the sandbox: {said.decode(errors='replace').strip()}")
+    tool = shutil.which("mke2fs", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "mke2fs"
+    async with deadline(FORMAT_SECONDS, "making a disk for a sandbox"):
+        status, said = await program((tool, *words, "-E", extended, name))
+    if status != 0:
+        raise HostFault(f"mke2fs could not make a disk for the sandbox: {said or status}")
 
 
 def _attach(file: int) -> tuple[int, int]:

@@ -9,7 +9,6 @@ which all its boxes share. Where there are none it has its own id to give, and n
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import pwd
@@ -17,7 +16,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandlot.aio import deadline
+from sandlot.aio import deadline, program
 from sandlot.errors import HostFault
 
 RANGE = 65_536
@@ -115,7 +114,12 @@ class SubIds:
     async def map(self, pid: int) -> None:
         """Write both maps of the user namespace of `pid`, gids first. Raises HostFault in the programs' own words."""
         for which in (1, 0):
-            await _call(self.programs[which], pid, 0, self.ours[which], 1, 1, self.first[which], RANGE - 1)
+            name = self.programs[which]
+            numbers = (pid, 0, self.ours[which], 1, 1, self.first[which], RANGE - 1)
+            async with deadline(MAP_SECONDS, name, "does it wait for a directory service?"):
+                status, said = await program((name, *map(str, numbers)))
+            if status != 0:
+                raise HostFault(f"{name} refused: {said or status}")
 
 
 def _lent(file: Path, name: str, uid: int) -> int | None:
@@ -130,18 +134,3 @@ def _lent(file: Path, name: str, uid: int) -> int | None:
         if owner in (name, str(uid)) and count.strip().isdigit() and int(count) >= RANGE - 1 and first.isdigit():
             return int(first)
     return None
-
-
-async def _call(program: str, *numbers: int) -> None:
-    process = await asyncio.create_subprocess_exec(
-        program, *map(str, numbers), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with deadline(MAP_SECONDS, f"{program}", "does it wait for a directory service?"):
-            _, words = await process.communicate()
-    except BaseException:
-        process.kill()
-        await process.wait()
-        raise
-    if process.returncode != 0:
-        raise HostFault(f"{program} refused: {words.decode(errors='replace').strip() or process.returncode}")
