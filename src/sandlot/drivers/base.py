@@ -187,6 +187,10 @@ class Driver(Protocol):
         """Delete a snapshot; boxes made from it live on. Raises NotFound, Conflict (it cannot be deleted)."""
         ...
 
+    async def prune(self) -> None:
+        """Remove files of images that nobody names or stands on. Never fails: what resists stays."""
+        ...
+
     async def export(self, image: str, out: int) -> None:
         """Write a snapshot's own layers as one tar to a descriptor, in the form of an OCI layer (whiteouts as `.wh.`
         files). Raises NotFound."""

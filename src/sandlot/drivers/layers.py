@@ -147,9 +147,14 @@ class Layers:
         (self._directory / f"{name}.json").unlink(missing_ok=True)
 
     def unused(self) -> list[str]:
-        """Layers that no image names, each with its lock taken by this call: remove and `dropped`, or close."""
+        """Layers that no image names. An image without a name that nobody stands on is a dead node's, and counts not."""
         if not self._layers.is_dir():
             return []
+        for each in self.all():
+            if each.info.name.startswith(FORK):
+                with suppress(BlockingIOError, NotFound):
+                    os.close(self.lock(each.layers[-1], fcntl.LOCK_EX))
+                    self.delete(each.info.name)
         named = {layer for each in self.all() for layer in each.layers}
         return [path.stem for path in self._layers.glob("*.lock") if path.stem not in named]
 

@@ -280,6 +280,7 @@ class Node:
         self._ended: OrderedDict[str, Info] = OrderedDict()
         self._creates: set[asyncio.Future[None]] = set()  # one for each create in progress
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._pruning: asyncio.Task[None] | None = None
         self._upstreams: httpx2.AsyncHTTPTransport | None = None
         self._closing = False
 
@@ -306,6 +307,7 @@ class Node:
             await self._sweep(self._directory)
             if self._grace:
                 await self._adopt()
+            self._pruning = self._task(self._prune())
             self._pool.start()
         except BaseException:  # nobody has a node to close who was cancelled while it was made
             await self.close()
@@ -575,7 +577,10 @@ class Node:
         """Another box in the place of this one. Not cut short: there is no sandbox with half a box."""
         spec = live.spec if image is None else live.spec.model_copy(update={"image": image})
         generation = live.generation + 1
-        box = await self._make(f"{live.id}.{generation}", spec, live.named, live.note(spec, generation))
+        left = spec
+        if spec.lifetime is not None:
+            left = spec.model_copy(update={"lifetime": max(0.001, live.created_at + spec.lifetime - time.time())})
+        box = await self._make(f"{live.id}.{generation}", left, live.named, live.note(spec, generation))
         if self._live.get(live.id) is not live:  # it ended meanwhile
             await box.destroy(Ending.EXIT)
             raise self._ended_error(live.id)
@@ -606,14 +611,15 @@ class Node:
         live = self._running(sandbox_id)
         with live:
             image = (await self._snapshot(live, None)).name
-            self._forks[image] = set()
+            made_from = self._forks[image] = {live.id}  # until all are made: one that ends at once must not be the last
             spec = live.spec.model_copy(update={"image": image})
             turn = asyncio.Semaphore(ENDS_AT_ONCE)
 
             async def one() -> Info:
                 async with turn:
                     info = await self._create(spec, live.named)
-                self._forks[image].add(info.id)
+                if info.id in self._live:
+                    made_from.add(info.id)
                 return info
 
             made = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
@@ -622,7 +628,11 @@ class Node:
             if failed:  # all or none
                 for info in infos:
                     await self.destroy(info.id)
+            if live.spec.image != image:
+                made_from.discard(live.id)
+            if not made_from:
                 await self._forget_fork(image)
+            if failed:
                 raise failed[0]
             return infos
 
@@ -706,6 +716,11 @@ class Node:
         live.ending = True
         self._in_background(self._end(live, ending))
 
+    async def _prune(self) -> None:
+        """Remove what nobody stands on any more, once for many that end together."""
+        self._pruning = None
+        await self._recorded(self.driver.prune())
+
     async def _forget_fork(self, image: str) -> None:
         """Nobody can be made from it, or be reset to it, any more."""
         self._forks.pop(image, None)
@@ -738,8 +753,10 @@ class Node:
             route.served.close()
         for image, made in list(self._forks.items()):
             made.discard(live.id)
-            if not made and live.spec.image == image:
+            if not made:
                 self._in_background(self._forget_fork(image))
+        if live.spec.image != "host" and self._pruning is None:
+            self._pruning = self._task(self._prune())
         self._record_end(live.id, live.spec, live.created_at, death, live.box.losses)
 
     def _record_end(

@@ -23,7 +23,7 @@ from sandlot.api import Capability, Ending, ImageInfo, SandboxSpec, Volume
 from sandlot.drivers import layers
 from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Keeping, Remains, Spawn
 from sandlot.drivers.images import Image, Images
-from sandlot.drivers.layers import MOST_LAYERS, Layers, Snapshot
+from sandlot.drivers.layers import MOST_LAYERS, Layer, Layers, Snapshot
 from sandlot.drivers.native import cgroup, disk, ids, seccomp
 from sandlot.drivers.native.box import NativeBox, Start
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups
@@ -130,6 +130,7 @@ class NativeDriver:
         self.cgroups = Cgroups(directory.name, directory)
         self._ids = HostIds() if _has_root() else None
         self._sub_ids: SubIds | None = None
+        self._forks: dict[str, Layer] = {}  # images without a name, until they are forgotten
         self._started = False
         self._host = Host(root=False, stage="/tmp", pids_by_cgroup=False)
         self.planner = planner
@@ -296,7 +297,6 @@ class NativeDriver:
             layer = self._layers.begin()
         except OSError as error:
             raise HostFault(f"a snapshot cannot be written: {error.strerror}", "is the disk full?") from error
-        kept: tuple[str, ...] = ()
         try:
             sources = [self._layers.layer_path(each) for each in below.layers] if below and flatten else []
             copied = await box.copy_upper(layer.path, sources)
@@ -312,11 +312,15 @@ class NativeDriver:
             )
             layer.downgrade()
             self._layers.name(info, kept)
-            return info
-        finally:
+        except BaseException:
             layer.close()
-            if not kept:
-                await self.prune()
+            await shielded(self.prune())
+            raise
+        if name is None:
+            self._forks[info.name] = layer  # nobody stands on it yet, and it is not to be taken for a dead node's
+        else:
+            layer.close()
+        return info
 
     def _snapshot_of(self, image: Image) -> Snapshot | None:
         """The layers that a box stands on, whether or not they still have a name."""
@@ -337,6 +341,8 @@ class NativeDriver:
         if image == "host":
             raise Conflict("the image `host` is this machine itself, and cannot be deleted")
         self._layers.delete(image)
+        if image in self._forks:
+            self._forks.pop(image).close()
         await self.prune()
 
     async def export(self, image: str, out: int) -> None:
@@ -352,7 +358,6 @@ class NativeDriver:
     async def prune(self) -> None:
         """Remove layers that neither an image nor a box needs. Files that belong to ids which are only lent to this
         user are removed by who has them: root in a box."""
-        self._start()
         for layer in self._layers.unused():
             try:
                 await asyncio.to_thread(self._layers.drop, layer)
@@ -399,6 +404,9 @@ class NativeDriver:
         return True
 
     async def close(self) -> None:
+        for layer in self._forks.values():
+            layer.close()
+        self._forks.clear()
         self._helper.close()
         self.cgroups.close()
         if self._ids is not None:
