@@ -147,7 +147,7 @@ class Layers:
         (self._directory / f"{name}.json").unlink(missing_ok=True)
 
     def unused(self) -> list[str]:
-        """Layers that no image names. An image without a name that nobody stands on is a dead node's, and counts not."""
+        """Layers that no image names. An image without a name that nobody stands on is a dead node's and goes first."""
         if not self._layers.is_dir():
             return []
         for each in self.all():
