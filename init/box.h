@@ -90,11 +90,11 @@ struct child {
 	pid_t pid;     /* 0: reaped, `exit` says how it ended */
 	uint32_t id;   /* of the request that made it */
 	int kind;      /* CHILD_* */
-	int error_fd;  /* CHILD_RUN: exec's errno comes here; -1 otherwise */
+	int error_fd;  /* CHILD_RUN: exec's errno comes here, CHILD_OPEN: the answer; -1 otherwise */
 	struct held *held; /* what is kept until RELEASE; NULL: nothing */
 	struct reply *exit;
 };
-enum { CHILD_RUN = 1, CHILD_WORK = 2 }; /* WORK answers for itself */
+enum { CHILD_RUN = 1, CHILD_WORK = 2, CHILD_OPEN = 3 }; /* WORK answers for itself, OPEN through PID 1 */
 
 /* hold.c: what PID 1 keeps so that a node that comes back finds it again. */
 struct held {
@@ -120,7 +120,7 @@ struct failure {
 
 /* spawn.c: fork and exec what the message asks for. 0 and *out, or an errno. Takes the message's descriptors. */
 int spawn(struct message *message, const struct plan *plan, struct child *out);
-/* open.c: fork a child that opens a path and answers by itself. 0 and *out, or an errno. */
+/* open.c: fork a child that opens a path. 0 and *out, or an errno. */
 int open_inside(const struct message *message, struct child *out);
 /* tree.c: fork a child that copies the upper directory, or lists it, and answers by itself. 0 and *out, or an errno. */
 int copy_upper(const struct message *message, int upper, struct child *out);

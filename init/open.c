@@ -1,11 +1,15 @@
 /* Open a path as a user, inside, in a child of its own: the kernel resolves it in the box's root with that user's
- * rights, so no symlink leads out and no check can be raced; and a path that hangs holds up nobody. */
+ * rights, so no symlink leads out and no check can be raced; and a path that hangs holds up nobody.
+ *
+ * The descriptor goes to PID 1, which passes it on when the child is gone: a program that was just written cannot be
+ * started while somebody still has it open for writing. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -69,19 +73,27 @@ int open_inside(const struct message *message, struct child *out)
 	struct request request = {0};
 	int error = parse(message, &request);
 
+	int ends[2];
 	if (error)
 		return error;
+	if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) < 0)
+		return errno;
 	pid_t pid = fork();
 	if (pid < 0)
-		return errno;
+		error = errno;
 	if (pid == 0) {
 		struct reply reply;
 		int fd = open_as(&request);
 		error = fd < 0 ? errno : 0;
 		reply_start(&reply, FRAME_DONE, message->head.id);
 		reply_u32(&reply, FIELD_ERRNO, (uint32_t)error);
-		_exit(reply_send(CONTROL_FD, &reply, fd) < 0 ? 1 : 0);
+		_exit(reply_send(ends[1], &reply, fd) < 0 ? 1 : 0);
 	}
-	*out = (struct child){pid, message->head.id, CHILD_WORK, -1, NULL, NULL};
+	close(ends[1]);
+	if (error) {
+		close(ends[0]);
+		return error;
+	}
+	*out = (struct child){pid, message->head.id, CHILD_OPEN, ends[0], NULL, NULL};
 	return 0;
 }

@@ -99,6 +99,20 @@ static void report(struct child *child, int status, const struct rusage *usage)
 {
 	struct reply words;
 
+	if (child->kind == CHILD_OPEN) {
+		struct message opened;
+		int got = wire_receive(child->error_fd, &opened);
+		uint32_t offset = 0, error = EIO;
+		struct view field;
+		if (got > 0 && field_next(&opened, &offset, &field) > 0)
+			(void)field_u32(&field, &error);
+		close(child->error_fd);
+		answer(child->id, (int)error, got > 0 && opened.fd_count ? opened.fds[0] : -1);
+		if (got > 0)
+			message_free(&opened);
+		forget(child);
+		return;
+	}
 	if (child->kind == CHILD_WORK) {
 		if (status != 0) /* it died before it could answer */
 			answer(child->id, EIO, -1);

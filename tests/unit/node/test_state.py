@@ -214,3 +214,12 @@ async def test_a_run_with_a_key_is_started_once(node: Node) -> None:
         await node.run(box, sh("true", key=f"k{number}"))
     assert len(node._live[box].keyed) <= 65
     await node.destroy(box, Ending.KILLED)
+
+
+async def test_a_program_that_was_just_written_can_be_started(node: Node) -> None:
+    box = (await node.create(SandboxSpec())).id
+    program = Path("/usr/bin/true").read_bytes()
+    for number in range(100):
+        await node.write_file(box, f"/root/p{number}", program, mode=0o755)
+        result = await node.run(box, Run(argv=(f"/root/p{number}",)))
+        assert result.exit_code == 0, result.stderr  # not: "Text file busy"
