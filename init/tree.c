@@ -14,6 +14,7 @@
 #include <sys/ioctl.h>
 #include <sys/sendfile.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/sysmacros.h>
 #include <sys/xattr.h>
 #include <unistd.h>
@@ -24,7 +25,7 @@
 #define DEPTH_MAX 400
 #define OPAQUE "user.overlay.opaque"
 
-struct link { /* a file with several names, by its first */
+struct link { /* a file with several names, by its first; a free place in the table has none */
 	dev_t device;
 	ino_t inode;
 	char *path;
@@ -33,8 +34,8 @@ struct link { /* a file with several names, by its first */
 struct walk {
 	int top; /* of the copy; hard links are made from it */
 	char path[PATH_MAX];
-	struct link *links;
-	size_t link_count, link_room;
+	struct link *links; /* a hash table: the box stands still while a hundred thousand of them are looked up */
+	size_t link_count, link_room; /* the room is zero or a power of two, and at least half of it is free */
 	uint64_t bytes;
 	uint32_t files;
 	FILE *list; /* LIST: entries go here and nothing is copied */
@@ -59,9 +60,22 @@ static int is_worth_copying(const char *name)
 	       strcmp(name, "user.overlay.impure") != 0;
 }
 
+/* The file system of the copy has no room for a value that its own in the box had room for: ext4 gives one block to all
+ * values of a file, and says that the disk is full. */
+static int set_attribute(int to, const char *name, const void *value, size_t length)
+{
+	struct statvfs disk;
+
+	if (fsetxattr(to, name, value, length, 0) == 0)
+		return 0;
+	if (errno == ERANGE || (errno == ENOSPC && fstatvfs(to, &disk) == 0 && disk.f_bavail > 0))
+		errno = E2BIG;
+	return -1;
+}
+
 static int copy_attributes(int from, int to)
 {
-	char names[8192], value[65536];
+	static char names[XATTR_LIST_MAX], value[XATTR_SIZE_MAX]; /* the most that the kernel gives */
 	ssize_t size = flistxattr(from, names, sizeof names);
 
 	if (size < 0)
@@ -73,7 +87,7 @@ static int copy_attributes(int from, int to)
 		if (length < 0 && errno == ENODATA)
 			continue;
 		/* A label that this file system or this box may not set is the security module's, not the box's. */
-		if (length < 0 || (fsetxattr(to, name, value, (size_t)length, 0) < 0 && errno != ENOTSUP && errno != EPERM))
+		if (length < 0 || (set_attribute(to, name, value, (size_t)length) < 0 && errno != ENOTSUP && errno != EPERM))
 			return -1;
 	}
 	return 0;
@@ -132,22 +146,54 @@ static int copy_bytes(int from, int to, off_t size)
 	return ftruncate(to, size);
 }
 
+static struct link *find_link(struct link *links, size_t room, dev_t device, ino_t inode)
+{
+	uint64_t hash = ((uint64_t)inode ^ (uint64_t)device << 32) * 0x9E3779B97F4A7C15u; /* 2^64 / golden ratio */
+	size_t at = (size_t)(hash >> 32) & (room - 1);
+
+	while (links[at].path && (links[at].inode != inode || links[at].device != device))
+		at = (at + 1) & (room - 1);
+	return &links[at];
+}
+
+static int grow_links(struct walk *walk)
+{
+	size_t room = walk->link_room ? walk->link_room * 2 : 256;
+	struct link *more = calloc(room, sizeof *more);
+
+	if (!more)
+		return -1;
+	for (size_t i = 0; i < walk->link_room; i++)
+		if (walk->links[i].path)
+			*find_link(more, room, walk->links[i].device, walk->links[i].inode) = walk->links[i];
+	free(walk->links);
+	walk->links = more;
+	walk->link_room = room;
+	return 0;
+}
+
+static void forget_links(struct walk *walk)
+{
+	for (size_t i = 0; i < walk->link_room; i++)
+		free(walk->links[i].path);
+	free(walk->links);
+	walk->links = NULL;
+	walk->link_count = walk->link_room = 0;
+}
+
+/* The name under which the file was copied already. NULL: it has none yet, and from now on it is the current path. */
 static const char *first_name(struct walk *walk, const struct stat *what)
 {
-	for (size_t i = 0; i < walk->link_count; i++)
-		if (walk->links[i].inode == what->st_ino && walk->links[i].device == what->st_dev)
-			return walk->links[i].path;
-	if (walk->link_count == walk->link_room) {
-		size_t room = walk->link_room ? walk->link_room * 2 : 64;
-		struct link *more = realloc(walk->links, room * sizeof *more);
-		if (!more)
-			return NULL;
-		walk->links = more;
-		walk->link_room = room;
-	}
+	if (walk->link_count * 2 >= walk->link_room && grow_links(walk) < 0)
+		return NULL; /* no memory to remember it: a copy of its own, then */
+	struct link *link = find_link(walk->links, walk->link_room, what->st_dev, what->st_ino);
+	if (link->path)
+		return link->path;
 	char *path = strdup(walk->path);
-	if (path)
-		walk->links[walk->link_count++] = (struct link){what->st_dev, what->st_ino, path};
+	if (path) {
+		*link = (struct link){what->st_dev, what->st_ino, path};
+		walk->link_count++;
+	}
 	return NULL;
 }
 
@@ -316,7 +362,7 @@ int copy_upper(const struct message *message, int upper, struct child *out)
 	walk.top = message->fds[0];
 	for (int i = 1; i <= message->fd_count && !failed; i++) {
 		int from = i < message->fd_count ? message->fds[i] : upper;
-		walk.link_count = 0;
+		forget_links(&walk);
 		struct stat what;
 		failed = walk_directory(&walk, from, walk.top, 0, 0) < 0 || fstat(from, &what) < 0 ||
 			 fchmod(walk.top, what.st_mode & 07777) < 0 || fchown(walk.top, what.st_uid, what.st_gid) < 0;

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from sandlot.api import Info, Run, SandboxSpec, Upstream
 from sandlot.client import HttpNode
-from sandlot.errors import NotFound, SandboxEnded
+from sandlot.errors import NotFound, SandboxEnded, Unreachable
 from tests.support.server import Server, alive, first_processes, kill, leftovers, note_nodes, until_gone
 
 ROUNDS = int(os.environ.get("SANDLOT_FAULT_ROUNDS", "30"))
@@ -63,6 +64,22 @@ async def talk(node: HttpNode, box: str, key: str, code: int) -> str:
     return "whole"
 
 
+async def churn(node: HttpNode, box: str, chance: random.Random, name: str) -> None:
+    """A call that changes the box, whatever happens to it meanwhile: done or not, never half."""
+    what = chance.choice(["reset", "fork", "snapshot", "pause"])
+    try:
+        if what == "reset":
+            await node.reset(box)
+        elif what == "fork":
+            await asyncio.gather(*(node.destroy(fork.id) for fork in await node.fork(box, 2)))
+        elif what == "snapshot":
+            await node.snapshot(box, name)
+        else:
+            await node.pause(box)
+    except (SandboxEnded, Unreachable):
+        pass
+
+
 async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
     print(f"seed {SEED}")
     chance = random.Random(SEED)
@@ -79,6 +96,9 @@ async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
                 for index, box in enumerate(boxes)
                 for again in range(2)
             ]
+            changing = (await node.create(SandboxSpec(labels={"changes": str(number)}))).id
+            await node.run(changing, Run(argv=("sh", "-c", "head -c 3000000 /dev/urandom > /root/some")))
+            changes = asyncio.create_task(churn(node, changing, chance, f"round-{number}"))
             await asyncio.sleep(chance.random() * 0.15)
             what = chance.choice(["node", "node", "helper", "both"])
             victims = []
@@ -96,8 +116,16 @@ async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
                 note_nodes(state)
             for done in await asyncio.gather(*work):
                 outcomes[done] += 1
+            await changes
             for pid in victims:
                 await until_gone(pid)
+            for info in await node.list():  # forks that nobody was told of, and the one that changed
+                if "changes" in info.labels:
+                    if info.state == "paused":
+                        await node.resume(info.id)
+                    with suppress(SandboxEnded):
+                        assert (await node.run(info.id, Run(argv=("echo", "lives")))).stdout == "lives\n"
+                    await node.destroy(info.id)
             left = []
             for box in boxes:
                 try:
@@ -109,12 +137,15 @@ async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
                 left.append(box)
             assert {info.id for info in await node.list()} == set(left)
             boxes = left
+        for image in await node.images():
+            await node.delete_image(image.name)
         print(outcomes)
         assert outcomes["whole"] > outcomes["ended"] or ROUNDS < 10
         await node.close()
         everybody = first_processes(state)
     assert not [pid for pid in everybody if alive(pid)]
     assert leftovers(state) == []
+    assert [path.name for path in (state / "images").rglob("*") if path.is_file()] == []
 
 
 async def test_two_hundred_boxes_are_found_again(state: Path) -> None:

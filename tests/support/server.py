@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -65,14 +66,7 @@ class Server:
 
 def first_processes(state: Path) -> list[int]:
     """PID 1 of every box that the nodes of this state directory have a record of, dead or alive."""
-    found = []
-    for record in state.glob("node-*/boxes/*"):
-        if record.suffix == ".sock":
-            continue
-        line = record.read_bytes()[: 1 << 14].strip(b" \n\0")
-        if line:
-            found.append(int(line.split(b'"pid":', 1)[1].split(b",", 1)[0]))
-    return found
+    return [json.loads(record.read_text())["pid"] for record in state.glob("node-*/boxes/*.json")]
 
 
 def leftovers(state: Path) -> list[str]:

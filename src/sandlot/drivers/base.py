@@ -100,7 +100,7 @@ class Box(Protocol):
 
     async def listen(self, port: int, note: str | None = None) -> socket.socket:
         """A non-blocking TCP listener on 127.0.0.1:port inside. Raises Conflict when taken. The caller owns it. With a
-        `note` (at most 1,000 bytes) it is kept for a node that adopts the box."""
+        `note` it is kept for a node that adopts the box."""
         ...
 
     async def connect(self, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ Owns `images/` of a state directory, which all nodes with that directory share:
     layers/ID.lock  locked by whoever writes the layer, and, shared, by each box that stands on it
 
 A layer that no image names and nobody has locked is removed. Nothing here copies a file: the driver does, inside.
+Nobody but the node's user may enter `images/`, for a layer's set-id programs are as good as those of the host.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import shutil
 import stat
 import tarfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sandlot.api import ImageInfo
-from sandlot.errors import Conflict, InvalidRequest, NotFound
+from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, Unsupported
 
 # Each layer is one more directory to look a name up in; the kernel takes many more, a program's start does not.
 MOST_LAYERS = 16
@@ -36,6 +38,14 @@ MOST_LAYERS = 16
 FORK = "fork-"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+_LAYER = re.compile(r"[0-9a-f]{16}")
+
+# How the files of a container's layer begin that say what is gone from those below it.
+_MARK = ".wh."
+# What group and others may do.
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+# A directory that is gone through and neither read nor, where it is a link, followed.
+_PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +85,30 @@ class Layers:
         return self._layers / layer
 
     def begin(self) -> Layer:
-        """A new layer to be filled. Raises OSError."""
-        self._layers.mkdir(mode=0o755, parents=True, exist_ok=True)
+        """A new layer to be filled. Raises OSError, HostFault."""
+        self._layers.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_private()
         return Layer(self)
+
+    def _check_private(self) -> None:
+        """Raises HostFault unless nobody but this user gets at the layers: they hold set-id programs and file
+        capabilities just as a box made them, which count here, outside, for whoever runs them."""
+        for directory in (self._directory, self._layers):
+            try:
+                # A link of somebody else's could lead anywhere, by now or later.
+                ours = {directory.lstat().st_uid, directory.stat().st_uid} == {os.geteuid()}
+                if ours and directory.stat().st_mode & _OTHERS:
+                    directory.chmod(stat.S_IRWXU)
+                private = ours and not directory.stat().st_mode & _OTHERS
+            except FileNotFoundError:
+                continue
+            except OSError:
+                private = False
+            if not private:
+                raise HostFault(
+                    f"{directory} is not this user's alone: programs that sandboxes made could be run from there",
+                    f"`chown {os.geteuid()} {directory} && chmod 700 {directory}`, or another state directory",
+                )
 
     def lock(self, layer: str, how: int) -> int:
         """A descriptor that holds the layer's lock. Raises BlockingIOError."""
@@ -90,7 +121,8 @@ class Layers:
         return fd
 
     def use(self, snapshot: Snapshot) -> list[int]:
-        """Locks that keep its layers where they are. Raises NotFound when it is being deleted."""
+        """Locks that keep its layers where they are. Raises NotFound when it is being deleted, HostFault."""
+        self._check_private()
         locks: list[int] = []
         try:
             for layer in snapshot.layers:
@@ -109,42 +141,58 @@ class Layers:
         """Make an image of layers. Raises Conflict when there is one of that name."""
         text = json.dumps({"info": info.model_dump(), "layers": layers})
         path = self._directory / f"{info.name}.json"
-        partial = self._directory / f".{secrets.token_hex(8)}"
-        partial.write_text(text)
+        unfinished = self._directory / f".{secrets.token_hex(8)}"
         try:
-            os.link(partial, path)  # whole or not at all, and never over another
+            with unfinished.open("w") as file:
+                file.write(text)
+                if not info.name.startswith(FORK):  # one without a name does not outlive its node anyway
+                    file.flush()
+                    os.fsync(file.fileno())  # else a host that loses power may keep the name and lose the text
+            os.link(unfinished, path)  # whole or not at all, and never over another
         except FileExistsError:
             raise Conflict(
                 f"there is an image {info.name} already", "choose another name, or delete that one first"
             ) from None
         finally:
-            partial.unlink()
+            unfinished.unlink(missing_ok=True)
         return Snapshot(info, layers)
 
     def find(self, name: str) -> Snapshot:
-        """Raises NotFound."""
+        """Raises NotFound, HostFault."""
+        self._check_private()
+        path = self._directory / f"{name}.json"
         try:
             if not _NAME.fullmatch(name):
                 raise FileNotFoundError
-            found = json.loads((self._directory / f"{name}.json").read_text())
+            return _read(name, path.read_text())
         except FileNotFoundError:
             names = ", ".join(f"`{each.info.name}`" for each in self.all()[:10] if not each.info.name.startswith(FORK))
             raise NotFound(
                 f"there is no image {name!r} on this node", f"images that exist: `host`{', ' if names else ''}{names}"
             ) from None
-        return Snapshot(ImageInfo(**found["info"]), tuple(found["layers"]))
+        except ValueError as error:
+            raise NotFound(
+                f"the image {name} is damaged: {path} does not say what it is", f"delete it: `sandlot image rm {name}`"
+            ) from error
 
     def all(self) -> list[Snapshot]:
+        """Those that are whole. Raises HostFault."""
+        self._check_private()
         found = []
         for path in sorted(self._directory.glob("[!.]*.json")):
-            with suppress(NotFound):  # deleted meanwhile
-                found.append(self.find(path.stem))
+            with suppress(FileNotFoundError, ValueError):  # deleted meanwhile, or damaged
+                found.append(_read(path.stem, path.read_text()))
         return found
 
     def delete(self, name: str) -> None:
-        """The name goes at once, its layers when nothing stands on them any more. Raises NotFound."""
-        self.find(name)
-        (self._directory / f"{name}.json").unlink(missing_ok=True)
+        """The name goes at once, its layers when nothing stands on them any more. Raises NotFound, HostFault."""
+        self._check_private()
+        try:
+            if not _NAME.fullmatch(name):
+                raise FileNotFoundError
+            (self._directory / f"{name}.json").unlink()
+        except FileNotFoundError:
+            self.find(name)  # says which there are
 
     def unused(self) -> list[str]:
         """Layers that no image names. An image without a name that nobody stands on is a dead node's and goes first."""
@@ -181,6 +229,19 @@ class Layers:
                 self.drop(layer)
 
 
+def _read(name: str, text: str) -> Snapshot:
+    """An image from the text of its file. Raises ValueError: it is damaged."""
+    try:
+        found = json.loads(text)
+        snapshot = Snapshot(ImageInfo(**found["info"]), tuple(found["layers"]))
+        whole = snapshot.info.name == name and bool(snapshot.layers)
+        if whole and all(_LAYER.fullmatch(layer) for layer in snapshot.layers):
+            return snapshot
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{error!r} in an image's file") from error
+    raise ValueError("an image's file names another image, or no layers")
+
+
 def check_name(name: str) -> None:
     """Raises InvalidRequest unless it can be an image's name."""
     if not _NAME.fullmatch(name) or name == "host" or name.startswith(FORK):
@@ -201,45 +262,174 @@ def _insist(_function: object, name: str, _error: object) -> None:
         path.unlink()
 
 
-def export(paths: list[Path], out: int, root: int) -> None:
-    """Layers, the lowest first, as one tar in the form of OCI layers; files of the user `root` are root's. Blocks.
-    Raises OSError (EPIPE: nobody reads)."""
-
-    def owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
-        info.uname = info.gname = ""
-        if root and info.uid == root:
-            info.uid = info.gid = 0
-        return info
-
-    with os.fdopen(os.dup(out), "wb") as file, tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        for path in paths:
-            _export(tar, path, owner)
-
-
-def _export(tar: tarfile.TarFile, top: Path, owner: Callable[[tarfile.TarInfo], tarfile.TarInfo]) -> None:
-    for directory, names, files in os.walk(top):
-        here = Path(directory)
-        inside = here.relative_to(top)
-        if here != top and _is_opaque(here):
-            _mark(tar, inside / ".wh..wh..opq")
-        for name in sorted(names):
-            tar.add(here / name, str(inside / name), recursive=False, filter=owner)
-        for name in sorted(files):
-            what = (here / name).lstat()
-            if stat.S_ISCHR(what.st_mode) and what.st_rdev == 0:
-                _mark(tar, inside / f".wh.{name}")
-            elif not stat.S_ISSOCK(what.st_mode):
-                tar.add(here / name, str(inside / name), recursive=False, filter=owner)
+def export(paths: list[Path], base: Path, out: int, root: int) -> None:
+    """Layers, the lowest first, as one tar in the form of an OCI layer over `base`. Of an ordinary user (`root`; 0: ids
+    are as the box saw them) that user's files are root's. Blocks. Raises OSError (EPIPE: nobody reads), Unsupported for
+    what cannot be read, or be said in this form."""
+    tops = paths[::-1]
+    try:
+        with closing(Tree(base)) as below:
+            if root:  # before the first byte: a tar that breaks off is easily taken for a whole one
+                for _, path in _merged(tops, "", below, over=True):
+                    if path is not None:
+                        _check_ours(path, root)
+            with (
+                os.fdopen(os.dup(out), "wb") as file,
+                tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar,
+            ):
+                for name, path in _merged(tops, "", below, over=True):
+                    if path is not None:
+                        tar.add(path, name, recursive=False, filter=partial(_owned, root))
+                    else:
+                        mark = tarfile.TarInfo(name)
+                        mark.mtime = int(time.time())
+                        tar.addfile(mark, io.BytesIO())
+    except PermissionError as error:
+        raise unreadable(str(error.filename)) from error
 
 
-def _mark(tar: tarfile.TarFile, name: Path) -> None:
-    info = tarfile.TarInfo(str(name))
-    info.mtime = int(time.time())
-    tar.addfile(info, io.BytesIO())
+def _owned(root: int, info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uname = info.gname = ""
+    if root:  # all is the user's own: it was checked
+        info.uid = info.gid = 0
+    return info
+
+
+def _check_ours(path: Path, root: int) -> None:
+    """Raises Unsupported unless a file of a layer is the user's own and can be read. Whose it is inside when it belongs
+    to an id that is lent, only the box knew."""
+    what = path.lstat()
+    ours = what.st_uid == root and what.st_gid == os.getegid()
+    if not ours or (stat.S_ISREG(what.st_mode) and not os.access(path, os.R_OK)):
+        raise unreadable(str(path))
+
+
+def _merged(here: list[Path], inside: str, base: Tree, over: bool) -> Iterator[tuple[str, Path | None]]:
+    """What directories of layers, the highest first, show over one another: its name in the tar and where it is, or
+    None for the mark of what is gone. `over`: the base's directory shows through them."""
+    for name in sorted({each.name for directory in here for each in directory.iterdir()}):
+        path = inside + name
+        if name.startswith(_MARK):
+            raise Unsupported(f"a container's layer cannot hold /{path}: there the name says that a file is deleted")
+        found, shows = _over_one_another([directory / name for directory in here], over)
+        what, before = found[0].lstat(), base.look(path)[0] if over else None
+        if stat.S_ISDIR(what.st_mode):
+            yield path, found[0]
+            was_directory = before is not None and stat.S_ISDIR(before.st_mode)
+            if was_directory and not shows:
+                yield f"{path}/{_MARK}{_MARK}.opq", None
+            yield from _merged(found, f"{path}/", base, was_directory and shows)
+        elif not is_whiteout(what) and not stat.S_ISSOCK(what.st_mode):
+            yield path, found[0]
+        elif before is not None:
+            yield f"{inside}{_MARK}{name}", None
+
+
+def _over_one_another(places: list[Path], over: bool) -> tuple[list[Path], bool]:
+    """Of one path in several layers, the highest first, those that are seen: a file, or directories; and whether what
+    is below them all shows through."""
+    found: list[Path] = []
+    for place in places:
+        try:
+            what = place.lstat()
+        except FileNotFoundError:
+            continue
+        directory = stat.S_ISDIR(what.st_mode)
+        if directory or not found:
+            found.append(place)
+        if not directory or _is_opaque(place):
+            return found, False
+    return found, over
+
+
+class Tree:
+    """A directory tree that a box may have written, looked at from outside: no link in it is followed, for it would be
+    followed into the host. To be closed. Raises Unsupported for what the node may not read."""
+
+    def __init__(self, top: Path) -> None:
+        self._path = top
+        self._top = os.open(top, _PLACE)
+        # The directory of the last question, since the next one is mostly about a file beside it: its path, itself
+        # (None: there is none) and whether this tree hides what trees below it have in it.
+        self._at: str | None = None
+        self._fd: int | None = None
+        self._hides = False
+
+    def close(self) -> None:
+        os.close(self._top)
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def look(self, path: str) -> tuple[os.stat_result | None, bool]:
+        """What is at a path (None: nothing), and whether the tree hides what trees below it have there."""
+        parent, _, name = path.rpartition("/")
+        try:
+            self._enter(parent)
+            what = None if self._fd is None else os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            what = None
+        except PermissionError as error:
+            raise unreadable(f"{self._path}/{path}") from error
+        return what, self._hides
+
+    def names(self, path: str) -> list[str]:
+        """The names in a directory; none in what is no directory."""
+        try:
+            self._enter(path)
+            if self._fd is None:
+                return []
+            fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        except PermissionError as error:
+            raise unreadable(f"{self._path}/{path}") from error
+        try:
+            return os.listdir(fd)  # noqa: PTH208  (a path would be looked up again)
+        finally:
+            os.close(fd)
+
+    def _enter(self, path: str) -> None:
+        if path == self._at:
+            return
+        if self._fd is not None:
+            os.close(self._fd)
+        self._at, self._fd, self._hides = None, None, False
+        fd = os.dup(self._top)
+        try:
+            for name in path.split("/") if path else ():
+                inner = os.open(name, _PLACE, dir_fd=fd)
+                os.close(fd)
+                fd = inner
+                # By its name in /proc: the kernel reads no attribute through a descriptor of a mere place.
+                self._hides = self._hides or _is_opaque(Path(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            os.close(fd)
+        except NotADirectoryError:  # a file or a link, which hides the directory that a tree further down may have
+            os.close(fd)
+            self._hides = True
+        except BaseException:
+            os.close(fd)
+            raise
+        else:
+            self._fd = fd
+        self._at = path
+
+
+def is_whiteout(what: os.stat_result) -> bool:
+    """Whether it stands for the deletion of what lies below."""
+    return stat.S_ISCHR(what.st_mode) and what.st_rdev == 0
 
 
 def _is_opaque(directory: Path) -> bool:
     try:
         return os.getxattr(directory, "user.overlay.opaque") == b"y"
+    except PermissionError:
+        raise
     except OSError:
         return False
+
+
+def unreadable(path: str) -> Unsupported:
+    return Unsupported(
+        f"the node may not read {path}: it belongs to an id that is only lent to the node's user, or its mode shuts "
+        "its owner out",
+        "do this from the start on a node that is root: it may read everything",
+    )

@@ -1,4 +1,5 @@
-"""Runs with a key: each is started once, and whoever asks for it again gets the same result.
+"""Runs with a key: each is started once, and whoever asks for it again gets the same result. One that could not be
+started, or was cut short by the sandbox's end, is as if it had never been asked for.
 
 Owns the results of one sandbox, and says when one can be forgotten. It promises that a result which nobody may have
 received is kept for as long as a caller comes back for it; and that what is kept of those that were is bounded.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from sandlot.api import RunResult
 from sandlot.drivers.base import Process
+from sandlot.errors import Conflict
 
 # Of results that were received, the last so many are kept for who asks once more, and so many bytes of output.
 KEPT = 64
@@ -26,6 +28,7 @@ AWAY_SECONDS = 300.0
 class _Keyed:
     """`process` is held by the box until the result is forgotten, so that another node finds it there."""
 
+    what: str  # a fingerprint: another command under the same key is a mistake
     result: asyncio.Task[RunResult]
     process: Process | None = None
     ended_at: float = math.inf  # of time.monotonic
@@ -38,22 +41,35 @@ class KeyedRuns:
     def __init__(self) -> None:
         self._runs: OrderedDict[str, _Keyed] = OrderedDict()
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._runs
+    def has(self, key: str, what: str) -> bool:
+        """Raises Conflict when it is another command."""
+        found = self._runs.get(key)
+        if found is not None and found.what != what:
+            raise Conflict(f"another command was run with the key {key}", "take a new key for each command")
+        return found is not None
 
     def __len__(self) -> int:
         return len(self._runs)
 
-    def add(self, key: str, result: asyncio.Task[RunResult], process: Process | None = None) -> None:
-        keyed = self._runs[key] = _Keyed(result, process)
+    def add(self, key: str, what: str, result: asyncio.Task[RunResult], process: Process | None = None) -> None:
+        keyed = self._runs[key] = _Keyed(what, result, process)
 
-        def ended(_: asyncio.Task[RunResult]) -> None:
+        def ended(task: asyncio.Task[RunResult]) -> None:
             keyed.ended_at = time.monotonic()
+            if (task.cancelled() or task.exception() is not None) and self._runs.get(key) is keyed:
+                del self._runs[key]
 
         result.add_done_callback(ended)
 
     def started(self, key: str, process: Process) -> None:
-        self._runs[key].process = process
+        if key in self._runs:
+            self._runs[key].process = process
+
+    def clear(self) -> list[Process]:
+        """Forget them all, with their box: the processes that need not be held any more."""
+        processes = [each.process for each in self._runs.values() if each.process is not None]
+        self._runs.clear()
+        return processes
 
     async def result(self, key: str) -> RunResult:
         """The run's result; a caller that goes away leaves the run alone."""
@@ -68,16 +84,14 @@ class KeyedRuns:
         dropped: list[Process] = []
         count = size = 0
         for key, each in reversed(list(self._runs.items())):
-            if not each.result.done():
+            if not each.result.done() or each.result.cancelled() or each.result.exception() is not None:
                 continue
-            failed = each.result.cancelled() or each.result.exception() is not None
-            if not failed and not each.received and now - each.ended_at < AWAY_SECONDS:
+            if not each.received and now - each.ended_at < AWAY_SECONDS:
                 continue
-            if not failed:
-                result = each.result.result()
-                count += 1
-                size += len(result.out.data) + len(result.err.data)
-            if failed or count > KEPT or size > KEPT_BYTES:
+            result = each.result.result()
+            count += 1
+            size += len(result.out.data) + len(result.err.data)
+            if count > KEPT or size > KEPT_BYTES:
                 del self._runs[key]
                 if each.process is not None:
                     dropped.append(each.process)

@@ -186,6 +186,8 @@ class Ledger:
 
     def past(self, since: float) -> list[Info]:
         """What the file tells of sandboxes that ended after `since` (Unix time, seconds)."""
+        if not self.path.is_file():
+            return []
         begun: dict[str, dict[str, Any]] = {}
         found: dict[str, Info] = {}
         for line in self.path.read_text(errors="replace").splitlines():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import json
 import os
 import resource
@@ -86,9 +87,6 @@ MOST_FORKS = 1000
 # Images that `fork` makes begin with this; nobody lists them.
 _FORK = "fork-"
 
-# What is remembered of a listener is told to a box's first process, which keeps this many bytes.
-_NOTE_BYTES = 1000
-
 # What a command finds in its environment before the sandbox's own and the run's are added.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -112,6 +110,7 @@ class _About:
     """What the result of a run will need, here or in a node that adopts its box."""
 
     key: str | None
+    what: str  # a fingerprint of the run, where it has a key
     argv0: str
     cwd: str
     started_at: float  # of `_now`
@@ -120,7 +119,7 @@ class _About:
 
     def note(self) -> str:
         # Words are cut, they only say what could not be started; in ASCII, six bytes a letter at most.
-        words = (self.key, self.argv0[:25], self.cwd[:25], self.started_at, self.timeout, self.cap)
+        words = (self.key, self.what, self.argv0[:25], self.cwd[:25], self.started_at, self.timeout, self.cap)
         return json.dumps(words, separators=(",", ":"))
 
 
@@ -238,6 +237,23 @@ class _Note:
             return None
 
 
+async def _let_go(found: Adopted) -> None:
+    """End a box that is nobody's sandbox."""
+    for _, _, fds in found.runs:
+        for fd in fds:
+            os.close(fd)
+    for listener, _, _ in found.listeners:
+        listener.close()
+    await found.box.destroy(Ending.DRAINED)
+
+
+def _fingerprint(run: Run) -> str:
+    """Tells two commands apart."""
+    return hashlib.sha256(run.model_dump_json(include={"argv", "env", "cwd", "user", "stdin"}).encode()).hexdigest()[
+        :16
+    ]
+
+
 def _now() -> float:
     """Seconds of a clock that every process of this host shares and nobody sets."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -305,8 +321,7 @@ class Node:
             raise
         try:
             await self._sweep(self._directory)
-            if self._grace:
-                await self._adopt()
+            await self._adopt()
             self._pruning = self._task(self._prune())
             self._pool.start()
         except BaseException:  # nobody has a node to close who was cancelled while it was made
@@ -320,24 +335,27 @@ class Node:
         for past in self.ledger.past(time.time() - ENDED_SECONDS):
             self._ended[past.id] = past
         adopted, remains = await self.driver.adopt()
-        for each in adopted:
-            await self._carry_on(each)
+        # A node that was killed during a reset leaves two boxes of one sandbox: the later one is it.
+        latest: dict[str, int] = {}
+        notes = [_Note.read(each.note) for each in adopted]
+        for note in notes:
+            if note is not None:
+                latest[note.id] = max(note.generation, latest.get(note.id, 0))
+        for each, note in zip(adopted, notes, strict=True):
+            try:
+                if note is None or latest[note.id] != note.generation:  # of another version, or before a reset
+                    await _let_go(each)
+                else:
+                    await self._carry_on(each, note)
+            except (OSError, ValueError, SandlotError) as error:  # one of them is no reason to lose the others
+                self.ledger.note(event="adoption_failed", note=each.note, error=f"{type(error).__name__}: {error}")
         for gone in remains:
             note = _Note.read(gone.note)
-            if note is not None and note.id not in self._ended:
+            if note is not None and note.id not in self._ended and note.id not in self._live:
                 self.ledger.begin(note.id, note.spec.image, adopted=True)
                 self._record_end(note.id, note.spec, note.created_at, gone.death)
 
-    async def _carry_on(self, found: Adopted) -> None:
-        note = _Note.read(found.note)
-        if note is None:  # of another version
-            for _, _, fds in found.runs:
-                for fd in fds:
-                    os.close(fd)
-            for listener, _, _ in found.listeners:
-                listener.close()
-            await found.box.destroy(Ending.DRAINED)
-            return
+    async def _carry_on(self, found: Adopted, note: _Note) -> None:
         self.ledger.begin(note.id, note.spec.image, adopted=True)
         live = _Live(note.id, note.spec, note.named, found.box, note.created_at, note.generation)
         self._begin_life(live, note.created_at)
@@ -346,9 +364,12 @@ class Node:
         runs = [(_About(*json.loads(words)), process, fds) for process, words, fds in found.runs]
         for about, process, fds in sorted(runs, key=lambda run: run[0].started_at):
             out, err = Stream(about.cap, fds[0], fds[1]), Stream(about.cap, fds[2], fds[3])
-            task = self._task(self._complete(live, _Command(found.box, process, out, err, about)))
-            if about.key is not None:
-                live.keyed.add(about.key, task, process)
+            command = _Command(found.box, process, out, err, about)
+            if about.key is None:  # its caller was answered that the connection broke
+                self._in_background(self._drop(command))
+            else:
+                task = self._task(self._busy(live, self._complete(live, command)))
+                live.keyed.add(about.key, about.what, task, process)
         for listener, port, words in found.listeners:
             with suppress(ValidationError):
                 upstream = Upstream.model_validate_json(words)
@@ -463,13 +484,26 @@ class Node:
         with live:
             if run.key is None:
                 return await self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run))
-            if run.key not in live.keyed:
-                what = f"run {run.argv[0]} in sandbox {sandbox_id}"
-                live.keyed.add(run.key, self._task(self._step(live, what, self._run(live, run))))
+            if not live.keyed.has(run.key, _fingerprint(run)):
+                work = self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run))
+                live.keyed.add(run.key, _fingerprint(run), self._task(self._busy(live, work)))
             result = await live.keyed.result(run.key)
             for process in live.keyed.forget():
                 await process.release()
             return result
+
+    async def _busy(self, live: _Live, work: Coroutine[Any, Any, T]) -> T:
+        """Work that nobody may be waiting for: the sandbox is not idle all the same."""
+        with live:
+            return await work
+
+    async def _drop(self, command: _Command) -> None:
+        """End a command whose result nobody can get any more."""
+        try:
+            await _kill(command.process)
+            await command.process.release()
+        finally:
+            command.close()
 
     async def _run(self, live: _Live, run: Run) -> RunResult:
         env = {**live.env, **run.env}
@@ -492,7 +526,8 @@ class Node:
             if run.stdin:
                 stdin = input_file(run.stdin)
                 theirs.append(stdin)
-            about = _About(run.key, run.argv[0], cwd, _now(), run.timeout, cap)
+            what = "" if run.key is None else _fingerprint(run)
+            about = _About(run.key, what, run.argv[0], cwd, _now(), run.timeout, cap)
             hold = Hold((out.pipe, out.log, err.pipe, err.log), about.note()) if self._grace else None
             async with deadline(STEP_SECONDS, f"starting {run.argv[0]} in sandbox {live.id}"):
                 process = await box.spawn(Spawn(run.argv, env, cwd, run.user), stdin, theirs[0], theirs[1], hold)
@@ -589,8 +624,11 @@ class Node:
         box.death.add_done_callback(partial(self._died, live, box))
         for route in routes:
             route.served.close()
+        held = live.keyed.clear()  # of the box that ends
         async with deadline(STEP_SECONDS, f"ending what ran in sandbox {live.id}"):
             await old.destroy(Ending.EXIT)
+        for process in held:
+            await process.release()
         for route in routes:
             served = await self._step(live, "listen again after a reset", self._listen(box, route.port, route.target))
             live.routes.append(_Route(route.port, route.target, served))
@@ -744,13 +782,16 @@ class Node:
             self._end_soon(live, death.result().ending)
 
     def _finish(self, live: _Live, death: Death) -> None:
-        if self._live.pop(live.id, None) is None:
+        if self._live.get(live.id) is not live:
             return
+        del self._live[live.id]
         for timer in (live.idle_timer, live.lifetime_timer):
             if timer is not None:
                 timer.cancel()
         for route in live.routes:
             route.served.close()
+        for process in live.keyed.clear():
+            self._in_background(process.release())
         for image, made in list(self._forks.items()):
             made.discard(live.id)
             if not made:
@@ -831,8 +872,6 @@ class Node:
         note = None
         if isinstance(target, Upstream) and self._grace:
             note = target.model_dump_json()
-            if len(note) >= _NOTE_BYTES:
-                note = None  # then it ends with this node
         app = self._relay(target) if isinstance(target, Upstream) else target
         listener = await box.listen(port, note)
         try:

@@ -23,6 +23,7 @@ from sandlot.api import Ending, Limits, Message, Run, SandboxSpec, Scope, Warm
 from sandlot.drivers.native.box import NativeBox
 from sandlot.errors import Conflict, InvalidRequest, NotFound, Unsupported
 from sandlot.node.node import Node, local_node
+from tests.support.native import PYTHON
 
 
 def sh(text: str, **more: Any) -> Run:
@@ -223,3 +224,101 @@ async def test_a_program_that_was_just_written_can_be_started(node: Node) -> Non
         await node.write_file(box, f"/root/p{number}", program, mode=0o755)
         result = await node.run(box, Run(argv=(f"/root/p{number}",)))
         assert result.exit_code == 0, result.stderr  # not: "Text file busy"
+
+
+async def test_a_cancelled_snapshot_or_pause_leaves_everything_running(node: Node) -> None:
+    box = (await node.create(SandboxSpec())).id
+    await node.run(box, sh("head -c 30M /dev/urandom > /root/f"))
+    for number in range(25):
+        for work in (node.snapshot(box, f"s{number}"), node.pause(box)):
+            task = asyncio.ensure_future(work)
+            await asyncio.sleep(number * 0.0004)
+            task.cancel()
+            await asyncio.wait((task,))
+        await node.resume(box)
+        async with asyncio.timeout(10):
+            assert (await node.run(box, sh("echo lives"))).stdout == "lives\n"
+
+
+async def test_a_run_with_a_key_that_could_not_be_started_is_as_if_it_had_not_been_asked_for(node: Node) -> None:
+    box = (await node.create(SandboxSpec())).id
+    await node.pause(box)
+    with pytest.raises(Conflict, match="paused"):
+        await node.run(box, sh("echo hello", key="k"))
+    await node.resume(box)
+    assert (await node.run(box, sh("echo hello", key="k"))).stdout == "hello\n"
+    with pytest.raises(Conflict, match="another command"):
+        await node.run(box, sh("echo other", key="k"))
+    await node.reset(box)
+    assert (await node.run(box, sh("echo other", key="k"))).stdout == "other\n"  # a new box knows of none
+
+
+async def test_a_run_with_a_key_is_work_even_when_nobody_waits_for_it(node: Node) -> None:
+    box = (await node.create(SandboxSpec(idle_timeout=0.3))).id
+    asking = asyncio.ensure_future(node.run(box, sh("sleep 1; echo done", key="k")))
+    await asyncio.sleep(0.05)
+    asking.cancel()
+    await asyncio.sleep(0.6)
+    assert (await node.run(box, sh("sleep 1; echo done", key="k"))).stdout == "done\n"
+
+
+async def test_no_descriptor_is_left_of_runs_with_keys(node: Node) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        box = (await node.create(SandboxSpec())).id
+        for number in range(20):
+            await node.run(box, sh("true", key=f"k{number}"))
+        await node.reset(box)
+        await node.run(box, sh("true", key="again"))
+        await node.destroy(box)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+FULL = """
+import os, signal
+try:
+    while True:
+        if os.fork() == 0: signal.pause()
+except OSError:
+    open("/root/full", "w").write("kept")
+    signal.pause()
+"""
+
+
+async def test_a_box_at_its_limit_of_processes_can_be_copied_and_forked(node: Node) -> None:
+    box = (await node.create(SandboxSpec(limits=Limits(pids=40)))).id
+    if "pids" not in node.driver.facts.controllers:  # type: ignore[attr-defined]
+        pytest.skip("nobody counts processes here")
+    bomb = asyncio.ensure_future(node.run(box, Run(argv=(PYTHON, "-I", "-S", "-c", FULL), key="bomb")))
+    async with asyncio.timeout(20):
+        while (await node.stats(box)).pids != 40:  # noqa: ASYNC110  (a box tells nobody)
+            await asyncio.sleep(0.02)
+    (fork,) = await node.fork(box)
+    assert (await node.run(fork.id, sh("cat /root/full"))).stdout == "kept"
+    assert (await node.stats(box)).pids == 40  # not more than before
+    await node.destroy(box)
+    await asyncio.wait((bomb,))
+
+
+async def test_a_warm_box_has_the_disk_and_the_image_that_were_asked_for(
+    tmp_path: Path, native_reason: str | None
+) -> None:
+    if native_reason:
+        pytest.skip(native_reason)
+    async with local_node(tmp_path) as first:
+        for text in ("one", "two"):
+            box = (await first.create(SandboxSpec())).id
+            await first.run(box, sh(f"echo {text} > /root/f"))
+            await first.snapshot(box, text)
+    async with local_node(tmp_path, warm=[Warm(image="one", size=2)]) as node:
+        await full(node)
+        await node.delete_image("one")
+        with pytest.raises(NotFound):
+            await node.create(SandboxSpec(image="one"))
+        box = (await node.create(SandboxSpec(image="two"))).id
+        await node.snapshot(box, "one")  # another image of the old name
+        again = (await node.create(SandboxSpec(image="one"))).id
+        assert (await node.run(again, sh("cat /root/f"))).stdout == "two\n"
+        if "memory" in node.driver.facts.controllers:  # type: ignore[attr-defined]
+            small = (await node.create(SandboxSpec(image="two", limits=Limits(memory=64 << 20)))).id
+            assert "No space" in (await node.run(small, sh("head -c 100M /dev/zero > /root/big"))).stderr

@@ -12,7 +12,6 @@ import errno
 import os
 import signal
 import socket
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from sandlot.api import Change, Ending, SandboxSpec, Stats
 from sandlot.drivers.base import Adopted, Death, Exit, Hold, Keeping, Spawn
 from sandlot.drivers.images import Image
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups, RunGroup
+from sandlot.drivers.native.changes import changes_over
 from sandlot.drivers.native.ids import RANGE, HostIds, SubIds
 from sandlot.drivers.native.keep import Record
 from sandlot.drivers.native.plan import Plan
@@ -194,12 +194,15 @@ class NativeBox:
                 group.close()
             raise
         process.pid = done.number(Key.PID) or 0
+        if group is not None:
+            group.joined()
         return process
 
     async def listen(self, port: int, note: str | None = None) -> socket.socket:
         fields: list[tuple[Key, Value]] = [(Key.PORT, port)]
         if note is not None and self._record is not None:
-            fields += [(Key.HOLD, 1), (Key.NOTE, note)]
+            fields.append((Key.HOLD, 1))
+            self._write_record(routes=self._facts["routes"] | {str(port): note})
         try:
             return self._socket(await self._ask(Frame.LISTEN, "listening inside", fields))
         except OSError as error:
@@ -246,7 +249,7 @@ class NativeBox:
             os.close(write)
             listed: bytes = await shielded(_result(reading))
         below = [Path(path) for path in (self.image.root, *self.image.layers)]
-        return await asyncio.to_thread(_changes, listed, below, self._facts["mounts"])
+        return await asyncio.to_thread(changes_over, listed, below, self._facts["mounts"])
 
     async def copy_upper(self, target: Path, below: Sequence[Path]) -> Copied:
         """Copy what the box has written into the empty directory `target`, over copies of the layers `below`. Nothing
@@ -254,9 +257,11 @@ class NativeBox:
         fds: list[int] = []
         try:
             fds.extend(self._as_seen(path) for path in (target, *below))
-            await self._stop(True)
             try:
-                answer = await self._work(Frame.COPY, "copying what was written", fds)
+                await self._stop(True)
+                # Nothing else can take the room that this gives: a box may be at its limit of processes.
+                with self._cgroups.room(self.group):
+                    answer = await self._work(Frame.COPY, "copying what was written", fds)
             finally:
                 if not self.paused:
                     await shielded(self._stop(False))
@@ -298,7 +303,9 @@ class NativeBox:
         number = answer.number(Key.ERRNO) or 0
         if number:
             where = f" at /{answer.words()}" if answer.words() else ""
-            raise HostFault(f"{what} failed{where}: {os.strerror(number)}")
+            # The system's words for E2BIG are about a program's arguments; the copy means an extended attribute.
+            reason = "an extended attribute is larger than this disk can hold" if number == errno.E2BIG else None
+            raise HostFault(f"{what} failed{where}: {reason or os.strerror(number)}")
         return answer
 
     async def pause(self) -> None:
@@ -310,12 +317,14 @@ class NativeBox:
             self._write_record(paused=True)
         except BaseException:
             self.paused = False
+            with suppress(HostFault, OSError):
+                await shielded(self._stop(False))
             raise
 
     async def resume(self) -> None:
+        await self._stop(False)  # whether or not we know of a reason that it should stand still
         if not self.paused:
             return
-        await self._stop(False)
         self.paused = False
         self._write_record(paused=False)
 
@@ -416,6 +425,7 @@ class NativeBox:
                 cgroups=self.group.facts(),
                 losses=(),
                 mounts=plan.mount_points,
+                routes={},
                 oom=0,
                 paused=False,
                 note=what.keeping.note,
@@ -463,9 +473,9 @@ class NativeBox:
             return
         try:
             self._record.write(self._facts)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise HostFault(
-                f"the record of sandbox {self.id} cannot be written: {error}", "is the disk full?"
+                f"the record of sandbox {self.id} cannot be written: {error.strerror}", "is the disk full?"
             ) from error
 
     @classmethod
@@ -485,6 +495,7 @@ class NativeBox:
             box._channel = Channel(record.connect(), box._exited, box._going, partial(box._take_held, found))
             await box._next(Frame.READY)
             box._pid, box._lives = facts["pid"], True
+            box._oom_seen = box.group.oom_kills()
             box.paused = facts["paused"]
             await box._stop(box.paused)  # its node may have died in the middle of a copy
         except BaseException:
@@ -505,7 +516,7 @@ class NativeBox:
         note = str(answer.fields.get(Key.NOTE, ""))
         port = answer.number(Key.PORT)
         if port is not None:
-            found.listeners.append((self._socket(answer), port, note))
+            found.listeners.append((self._socket(answer), port, self._facts["routes"].get(str(port), "")))
             return
         path, _, note = note.partition("\n")
         process = NativeProcess(self, self.group.restored_run(path))
@@ -585,8 +596,12 @@ class NativeBox:
         if process is None or process.exit.done():
             return
         kills = self.group.oom_kills()
-        oom, self._oom_seen = kills > self._oom_seen, kills
-        if oom:
+        oom = kills > self._oom_seen
+        if not self._lives:  # told again to a node that adopts: which of them it was only its end can tell
+            oom = oom and (answer.number(Key.SIGNAL) == signal.SIGKILL or answer.number(Key.STATUS) == 137)
+        else:
+            self._oom_seen = kills
+        if oom and self._lives:
             with suppress(HostFault):
                 self._write_record(oom=kills)
         error = answer.number(Key.ERRNO)
@@ -683,70 +698,3 @@ async def _result(task: asyncio.Task[bytes]) -> bytes:
 def _read_all(fd: int) -> bytes:
     with os.fdopen(fd, "rb") as file:
         return file.read()
-
-
-def _changes(listed: bytes, below: Sequence[Path], mounts: Sequence[str]) -> list[Change]:
-    """What the entries of an upper directory mean over the layers `below`, the lowest first. What only leads to a mount
-    point is nobody's change."""
-    leads = {str(path)[1:] for mount in mounts for path in (Path(mount), *Path(mount).parents)}
-    found: dict[str, Change] = {}
-    for entry in filter(None, listed.split(b"\0")):
-        kind, path = chr(entry[0]), os.fsdecode(entry[1:])
-        if path in leads:
-            continue
-        before = _seen_below(below, path)
-        directory = kind in "do"
-        if kind == "w":
-            if before is not None:
-                found[path] = Change(
-                    path=f"/{path}", kind="deleted", directory=before.is_dir() and not before.is_symlink()
-                )
-            continue
-        if before is None:
-            found[path] = Change(path=f"/{path}", kind="added", directory=directory)
-        elif kind != "d":  # a directory that only leads to a change is none itself
-            found[path] = Change(path=f"/{path}", kind="changed", directory=directory)
-    opaque = [os.fsdecode(entry[1:]) for entry in listed.split(b"\0") if entry[:1] == b"o"]
-    inside = {os.fsdecode(entry[1:]) for entry in listed.split(b"\0")}
-    for path in opaque:
-        for name in sorted(
-            {each.name for layer in below if (layer / path).is_dir() for each in (layer / path).iterdir()}
-        ):
-            gone = f"{path}/{name}"
-            before = _seen_below(below, gone)
-            if gone not in inside and before is not None:
-                found[gone] = Change(
-                    path=f"/{gone}", kind="deleted", directory=before.is_dir() and not before.is_symlink()
-                )
-    return [found[path] for path in sorted(found)]
-
-
-def _seen_below(below: Sequence[Path], path: str) -> Path | None:
-    """Where the layers show this path; None: nowhere."""
-    for layer in reversed(below):
-        at = layer / path
-        try:
-            what = at.lstat()
-        except OSError:
-            if _hidden(layer, path):
-                return None
-            continue
-        return None if stat.S_ISCHR(what.st_mode) and what.st_rdev == 0 else at
-    return None
-
-
-def _hidden(layer: Path, path: str) -> bool:
-    """Whether this layer hides what layers below it have at `path`, by a whiteout or an opaque directory above."""
-    for parent in Path(path).parents:
-        if parent == Path():
-            break
-        try:
-            what = (layer / parent).lstat()
-        except OSError:
-            continue
-        if not stat.S_ISDIR(what.st_mode):
-            return True
-        with suppress(OSError):
-            if os.getxattr(layer / parent, "user.overlay.opaque") == b"y":
-                return True
-    return False

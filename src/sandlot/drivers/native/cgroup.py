@@ -12,7 +12,8 @@ import os
 import select
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from sandlot.errors import HostFault, StartFailed
 _CONTROLLERS = ("memory", "pids", "cpu")
 _LIST = "cgroups"  # the file in a node's directory
 _RUN = "run-"
+_ROOM = 8
 _ASIDE = "aside-"  # the leaf in which a node's own process waits, see _step_aside
 # For the processes of a dead node to end: they are killed, so only a hanging kernel takes longer than a moment.
 SWEEP_SECONDS = 10.0
@@ -194,14 +196,18 @@ class RunGroup:
         with suppress(FileNotFoundError):
             Path(self.path, "cgroup.kill").write_text("1")
 
+    def joined(self) -> None:
+        """Its first process is in it: nobody else joins."""
+        if self.procs >= 0:
+            os.close(self.procs)
+            self.procs = -1
+
     def close(self) -> None:
         """Let go of it; while background children live in it, it stays, and is tried again with each next run."""
         if self.closed:
             return
         self.closed = True
-        if self.procs >= 0:
-            os.close(self.procs)
-            self.procs = -1
+        self.joined()
         if not self.remove():
             self.left.append(self)
 
@@ -353,6 +359,20 @@ class Cgroups:
             if all(written):
                 kept.add(controller)
         return kept
+
+    @contextmanager
+    def room(self, group: BoxGroup) -> Iterator[None]:
+        """A few processes more than its limit, for work of ours in a box that stands still."""
+        files = [path / "pids.max" for path in group.directories if (path / "pids.max").exists()]
+        before = [(file, file.read_text().strip()) for file in files]
+        for file, value in before:
+            if value.isdigit():
+                _write(file, str(int(value) + _ROOM))
+        try:
+            yield
+        finally:
+            for file, value in before:
+                _write(file, value)
 
     def set(self, group: BoxGroup, limits: Limits) -> None:
         """Other limits for a box that lives."""

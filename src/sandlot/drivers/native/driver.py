@@ -39,7 +39,7 @@ HELPER = Path(__file__).parent / "bin" / "sandlot-init"
 # A start takes about 5 ms; a host that swaps may take seconds. Past this the host is not usable.
 START_SECONDS = 20.0
 # A parked box answers in a tenth of a millisecond; one that takes this long is not handed out.
-CLAIM_SECONDS = 2.0
+CLAIM_SECONDS = 0.5
 # PID 1 takes a new node in at once, unless it is stopped.
 ADOPT_SECONDS = 5.0
 
@@ -76,6 +76,12 @@ def _kill(record: Record, pid: int) -> None:
                 signal.pidfd_send_signal(target, signal.SIGKILL)
         finally:
             os.close(target)
+
+
+def _held(spec: SandboxSpec) -> int:
+    """Bytes of files that a box of this spec holds in its memory."""
+    memory = spec.limits.memory
+    return spec.limits.disk if memory is None else min(spec.limits.disk, most_files(memory))
 
 
 class Helper:
@@ -174,11 +180,11 @@ class NativeDriver:
                         until_started.callback(os.close, files)
                     plan = self.planner(spec, image, replace(self._host, disk=files is not None))
                     await box.start(Start(self._helper.runnable(), plan, files, tuple(locks), keeping))
+                self._learn(box)
+                box.lose(losses(self._facts_of(named), spec) + refused)
             except BaseException:
                 await shielded(box.destroy(Ending.START_FAILED))
                 raise
-        self._learn(box)
-        box.lose(losses(self._facts_of(named), spec) + refused)
         return box
 
     def _facts_of(self, named: frozenset[str]) -> Facts:
@@ -206,10 +212,14 @@ class NativeDriver:
 
     async def _disk(self, spec: SandboxSpec, named: frozenset[str], box: NativeBox) -> int | None:
         """A file system for a box that is to hold more files than fit in its memory, where they are otherwise."""
-        limits = spec.limits
-        if "disk" not in named or limits.memory is None or limits.disk <= most_files(limits.memory):
+        if not self._on_disk(spec, named):
             return None
-        return await disk.make(self._directory, limits.disk, limits.inodes, box.root_id)
+        return await disk.make(self._directory, spec.limits.disk, spec.limits.inodes, box.root_id)
+
+    def _on_disk(self, spec: SandboxSpec, named: frozenset[str]) -> bool:
+        """Whether more files were asked for by name than fit in the memory."""
+        memory = spec.limits.memory
+        return "disk" in named and memory is not None and spec.limits.disk > most_files(memory)
 
     def _learn(self, box: NativeBox) -> None:
         """What only the making of a box shows."""
@@ -224,7 +234,7 @@ class NativeDriver:
     def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str]) -> bool:
         facts = self._facts_of(named)
         self._check_limits(spec, named, facts)
-        if facts is not self.facts:
+        if facts is not self.facts or self._on_disk(spec, named) or _held(parked) != _held(spec):
             return False
         by_cgroup = {name for name, (controller, _) in LIMITED_BY.items() if controller in self.cgroups.controllers}
         loose = {*by_cgroup, "cpus", "cpu_weight", "output"}  # what is not kept is not in the way either
@@ -237,6 +247,9 @@ class NativeDriver:
 
     async def claim(self, box: Box, spec: SandboxSpec, named: frozenset[str], keeping: Keeping) -> None:
         assert isinstance(box, NativeBox)
+        image, _ = self._resolve(spec.image)
+        if image.layers != box.image.layers:
+            raise HostFault(f"the parked box {box.id} was made from another image of the name {spec.image}")
         async with deadline(CLAIM_SECONDS, f"claiming the parked box {box.id}"):
             self.cgroups.set(box.group, spec.limits)
             refused = self._check_kept(spec, named, box.group)
@@ -246,10 +259,10 @@ class NativeDriver:
     # -- adoption -------------------------------------------------------------------------------------------------
 
     async def adopt(self) -> tuple[list[Adopted], list[Remains]]:
-        self._start()
         adopted: list[Adopted] = []
         remains: list[Remains] = []
         for record in records(self._records):
+            self._start()
             found = await self._adopt(record)
             if isinstance(found, Adopted):
                 adopted.append(found)
@@ -259,8 +272,9 @@ class NativeDriver:
 
     async def _adopt(self, record: Record) -> Adopted | Remains | None:
         facts = record.facts()
-        if facts is None:  # its node died before it was made: PID 1 has seen that, or will
-            record.remove()
+        if facts is None:  # its node died before it was made, and PID 1 has seen that; or of another version
+            if not record.alive():
+                record.remove()
             return None
         word = ""
         if record.alive():
@@ -311,7 +325,7 @@ class NativeDriver:
                 layers=len(kept),
             )
             layer.downgrade()
-            self._layers.name(info, kept)
+            await shielded(asyncio.to_thread(self._layers.name, info, kept))  # it waits for the disk
         except BaseException:
             layer.close()
             await shielded(self.prune())
@@ -350,7 +364,8 @@ class NativeDriver:
         locks = self._layers.use(found)
         try:
             paths = [self._layers.layer_path(each) for each in found.layers]
-            await asyncio.to_thread(layers.export, paths, out, os.geteuid() if self._ids is None else 0)
+            base = Path(self._images.resolve(found.info.base).root)
+            await asyncio.to_thread(layers.export, paths, base, out, os.geteuid() if self._ids is None else 0)
         finally:
             for fd in locks:
                 os.close(fd)
@@ -398,7 +413,7 @@ class NativeDriver:
         """Remove what boxes of a dead node left behind: their cgroups. The rest went with their processes."""
         for record in records(directory / "boxes"):
             facts = record.facts()
-            if facts is not None and not facts["parked"] and record.alive():
+            if record.alive() and not (facts is not None and facts["parked"]):
                 return False
         await asyncio.to_thread(cgroup.sweep, directory)
         return True

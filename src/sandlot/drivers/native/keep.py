@@ -1,8 +1,11 @@
-"""Records of boxes that may outlive their node: a file for each, and a socket on which the next node comes in.
+"""Records of boxes that may outlive their node, in `boxes/` of the node's directory:
 
-PID 1 holds the file locked for as long as it lives, so whoever finds the lock free knows that the box is gone; and it
-writes why it left as the file's last word. The first line is what a new node must know, written before anybody is told
-of the box. Never decides who adopts whom: that is `driver.py`.
+    KEY        locked by PID 1 for as long as it lives: whoever finds the lock free knows that the box is gone; PID 1
+               writes into it why it left
+    KEY.json   what a new node must know, written before anybody is told of the box, replaced as a whole
+    KEY.sock   on which the next node comes in
+
+Never decides who adopts whom: that is `driver.py`.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _BACKLOG = 4
-_WIDTH = 1 << 14  # of the first line, so that it can be written anew in place
+# A record without one of these is of another version.
+_FACTS = frozenset(
+    ("id", "pid", "base", "many", "image", "cgroups", "losses", "mounts", "routes", "oom", "paused", "parked", "note")
+)
 
 
 @contextmanager
@@ -73,39 +79,29 @@ class Record:
         self.file = self.listener = -1
 
     def write(self, facts: dict[str, Any]) -> None:
-        """In place: the file that PID 1 has locked stays the same. Raises OSError, ValueError (too long)."""
-        line = json.dumps(facts, separators=(",", ":")).encode()
-        if len(line) >= _WIDTH:
-            raise ValueError(f"a record of {len(line)} bytes is longer than {_WIDTH}: are there many labels?")
-        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.pwrite(fd, line.ljust(_WIDTH - 1) + b"\n", 0)
-        finally:
-            os.close(fd)
+        """Raises OSError."""
+        partial = self.directory / f".{self.key}"
+        partial.write_text(json.dumps(facts, separators=(",", ":")))
+        partial.replace(self.directory / f"{self.key}.json")
 
     def last_word(self) -> str:
         """Why PID 1 left; "" when it was killed before it could say."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(_WIDTH)
-                return file.read(64).decode(errors="replace").strip()
+            return self.path.read_text(errors="replace").strip()
         except OSError:
             return ""
 
     def remove(self) -> None:
-        for path in (self.path, self.directory / f"{self.key}.sock"):
-            with suppress(FileNotFoundError):
-                path.unlink()
+        for name in (f"{self.key}.json", self.key, f"{self.key}.sock", f".{self.key}"):
+            (self.directory / name).unlink(missing_ok=True)
 
     def facts(self) -> dict[str, Any] | None:
-        """The first line; None if the node died before it wrote it."""
-        with self.path.open("rb") as file:
-            line = file.read(_WIDTH).strip()
+        """What was written; None if the node died before it was, or was of another version."""
         try:
-            found = json.loads(line)
-        except ValueError:
+            found = json.loads((self.directory / f"{self.key}.json").read_text())
+        except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return found if isinstance(found, dict) and found.keys() >= _FACTS else None
 
     def alive(self) -> bool:
         """Whether PID 1 lives."""
@@ -134,4 +130,5 @@ def records(directory: Path) -> list[Record]:
     """Those in a node's directory, dead or alive."""
     if not directory.is_dir():
         return []
-    return [Record(directory, path.name) for path in sorted(directory.iterdir()) if path.suffix != ".sock"]
+    names = {path.name.removesuffix(".json").removesuffix(".sock").removeprefix(".") for path in directory.iterdir()}
+    return [Record(directory, name) for name in sorted(names) if (directory / name).exists()]

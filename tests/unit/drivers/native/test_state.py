@@ -5,12 +5,18 @@
 4. `changes` tells what was added, changed and deleted.
 5. A deleted snapshot's files stay as long as a box stands on them, and go then.
 6. Nothing of a box leads the copy out of it.
+7. An export over the base is what a box made from the image sees; each path is in it once.
+8. What the node may not read is refused with its name: nothing is left out, nothing is told wrong.
+9. Layers are their user's alone; a damaged image is in nobody's way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import stat
+import subprocess
 import tarfile
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +26,7 @@ import pytest
 from sandlot.api import Ending, SandboxSpec
 from sandlot.drivers.base import Spawn
 from sandlot.drivers.layers import MOST_LAYERS
-from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound
+from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, Unsupported
 from tests.support.native import ENV, PYTHON, Boxes, python, sh
 
 ROOT = os.geteuid() == 0
@@ -143,6 +149,41 @@ async def test_changes_are_told(boxes: Boxes) -> None:
     assert kinds == {"/root/a/b/c": "deleted", "/etc/hosts": "added", "/root/x\ny": "deleted"}
 
 
+async def test_changes_are_told_over_what_the_layers_show_together(boxes: Boxes) -> None:
+    image = "host"
+    for text in (
+        "cd /srv; mkdir -p gone/in old/sub; touch gone/in/f old/a old/sub/b file; mkdir dir; touch dir/x",
+        "cd /srv; rm -r gone old; mkdir old; touch old/c; rm file; mkdir file; rm -r dir; touch dir",
+    ):
+        box = await boxes(SandboxSpec(image=image))
+        await sh(box, text)
+        image = (await boxes.driver.snapshot(box, f"told-{len(boxes.made)}")).name
+    box = await boxes(SandboxSpec(image=image))
+    await sh(box, "cd /srv; mkdir -p gone/in; touch gone/in/f; touch old/a; rm old/c; rm -r file; touch file; rm dir")
+    await sh(box, "cd /srv; mkdir dir; touch dir/x")
+    found = {(each.path, each.kind, each.directory) for each in await box.changes()}
+    assert found == {
+        ("/srv/gone", "added", True),
+        ("/srv/gone/in", "added", True),
+        ("/srv/gone/in/f", "added", False),
+        ("/srv/old/a", "added", False),
+        ("/srv/old/c", "deleted", False),
+        ("/srv/file", "changed", False),
+        ("/srv/dir", "changed", True),
+        ("/srv/dir/x", "added", False),
+    }
+    second = await boxes(SandboxSpec(image="told-1"))
+    await sh(second, "cd /srv; rm -r old; mkdir -p old/sub; touch old/new")
+    found = {(each.path, each.kind, each.directory) for each in await second.changes()}
+    assert found == {
+        ("/srv/old", "changed", True),
+        ("/srv/old/a", "deleted", False),
+        ("/srv/old/new", "added", False),
+        ("/srv/old/sub", "changed", True),
+        ("/srv/old/sub/b", "deleted", False),
+    }
+
+
 async def test_a_deleted_snapshot_stays_as_long_as_a_box_stands_on_it(boxes: Boxes) -> None:
     box = await boxes()
     await sh(box, "echo kept > /root/f")
@@ -174,6 +215,198 @@ async def test_an_export_is_a_tar_with_the_marks_of_a_container_layer(boxes: Box
         assert len(names) == len(set(names))
         assert {member.uid for member in tar.getmembers()} == {0}
         assert tar.extractfile("root/file").read() == b"one\n"  # type: ignore[union-attr]
+
+
+# Three layers: each takes back or replaces something of the base and of those before it.
+OVER = (
+    """
+cd /srv; mkdir -p d/b o; touch d/a d/b/c keep file gone h1 o/1 o/2; ln h1 h2; ln -s keep link; echo one > both
+rm /etc/hosts; rm -r /etc/alternatives; mkdir /etc/alternatives; touch /etc/alternatives/mine; rm /etc/nsswitch.conf
+""",
+    """
+cd /srv; rm gone file; mkdir file; touch file/x; rm -r d; echo file > d; ln h2 h3; echo two >> both
+echo back > /etc/hosts; rm -r /etc/alternatives; mkdir /etc/nsswitch.conf; touch /etc/nsswitch.conf/inner
+""",
+    """
+cd /srv; rm d; mkdir -p d/b; touch d/b/new; rm -r o; mkdir -m 700 o; touch o/3; rm h1; chmod 600 keep; rm link
+mkdir /etc/alternatives; touch /etc/alternatives/other; echo >> /etc/passwd; rm /etc/profile; ln -s hosts /etc/profile
+mkfifo p; rm /etc/ld.so.conf
+""",
+)
+# Everything in the two directories of a tree that a box can write and that hold no mount.
+TELL = """
+import os, stat, sys
+for top in ("etc", "srv"):
+    for here, dirs, files in os.walk(os.path.join(sys.argv[1], top)):
+        for name in [".", *files, *(each for each in dirs if os.path.islink(os.path.join(here, each)))]:
+            path = os.path.normpath(os.path.join(here, name))
+            what = os.lstat(path)
+            word = os.readlink(path) if stat.S_ISLNK(what.st_mode) else ""
+            if stat.S_ISREG(what.st_mode):
+                with open(path, "rb") as file: word = f"{what.st_nlink} {hash_of(file.read())}"
+            mode = 0 if stat.S_ISLNK(what.st_mode) else what.st_mode
+            print(os.path.relpath(path, sys.argv[1]), oct(mode), word)
+"""
+TELL = "import zlib\nhash_of = zlib.crc32" + TELL
+
+
+def extract_over(base: Path, tar: tarfile.TarFile) -> None:
+    """As whoever puts container layers over one another does."""
+    for member in tar:
+        path = base / member.name
+        if path.name == ".wh..wh..opq":
+            for inner in path.parent.iterdir():
+                shutil.rmtree(inner) if inner.is_dir() and not inner.is_symlink() else inner.unlink()
+            continue
+        hidden = path.with_name(path.name.removeprefix(".wh."))
+        if os.path.lexists(hidden) and not (hidden.is_dir() and not hidden.is_symlink() and member.isdir()):
+            shutil.rmtree(hidden) if hidden.is_dir() and not hidden.is_symlink() else hidden.unlink()
+        if path == hidden:
+            tar.extract(member, base, **({"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}))
+
+
+async def test_an_export_of_layers_over_the_base_is_what_a_box_sees(boxes: Boxes, tmp_path: Path) -> None:
+    image = "host"
+    for number, text in enumerate(OVER):
+        box = await boxes(SandboxSpec(image=image))
+        assert (await sh(box, text))[1] == ""
+        image = (await boxes.driver.snapshot(box, f"over-{number}")).name
+    with (tmp_path / "layers.tar").open("wb") as file:
+        await boxes.driver.export(image, file.fileno())
+    base = tmp_path / "base"
+    shutil.copytree(boxes.driver._images.resolve("host").root, base, symlinks=True)
+    with tarfile.open(tmp_path / "layers.tar") as tar:
+        names = [name for name in tar.getnames() if name.startswith(("etc", "srv"))]
+        extract_over(base, tar)
+    assert len(names) == len(set(names))
+    marks = {name for name in names if ".wh." in name}
+    # Not of what only a lower layer had (srv/gone, srv/o), nor of what is there again (etc/hosts).
+    assert marks == {"etc/alternatives/.wh..wh..opq", "etc/.wh.ld.so.conf"}
+    told = subprocess.run([PYTHON, "-I", "-S", "-c", TELL, str(base)], capture_output=True, text=True, check=True)
+    seen = await python(await boxes(SandboxSpec(image=image)), TELL, "/")
+    assert "srv/d/b/new" in seen[1]
+    assert sorted(told.stdout.splitlines()) == sorted(seen[1].splitlines())
+
+
+async def test_a_name_that_a_container_layer_would_take_for_a_deletion_is_refused(boxes: Boxes, tmp_path: Path) -> None:
+    box = await boxes()
+    await sh(box, "touch /srv/.wh.passwd")
+    await boxes.driver.snapshot(box, "forged")
+    with (tmp_path / "layer.tar").open("wb") as file, pytest.raises(Unsupported, match=r"/srv/\.wh\.passwd"):
+        await boxes.driver.export("forged", file.fileno())
+
+
+async def test_users_inside_have_their_files_of_a_layer_and_no_others(boxes: Boxes) -> None:
+    box = await boxes()
+    if boxes.driver.facts.ids == "one":
+        pytest.skip("there is one user inside")
+    await sh(box, "cd /srv; mkdir -m 700 u; echo mine > u/f; chmod 600 u/f; chown -R 1000:1000 u; echo all > /srv/all")
+    image = (await boxes.driver.snapshot(box, "users")).name
+    second = await boxes(SandboxSpec(image=image))
+    assert (await sh(second, "cat /srv/all /srv/u/f; echo more >> /srv/u/f; cat /srv/u/f", user=1000))[1] == (
+        "all\nmine\nmine\nmore\n"
+    )
+    assert "Permission denied" in (await sh(second, "cat /srv/u/f", user=1001))[1]
+    assert "Permission denied" in (await sh(second, "echo x >> /srv/all", user=1000))[1]
+
+
+async def test_files_of_lent_ids_are_refused_by_name(boxes: Boxes, tmp_path: Path) -> None:
+    box = await boxes()
+    if boxes.driver.facts.ids != "shared":
+        pytest.skip("no ids are lent to this user")
+    await sh(box, "cd /srv; mkdir u; echo s > u/s; chown -R 1000:1001 u; chmod 700 u")
+    await boxes.driver.snapshot(box, "short")
+    await boxes.driver.forget("short")
+    assert list(boxes.driver._layers._layers.iterdir()) == []  # a box removed what the node may not
+    for name in ("lent", "lent-again"):
+        await boxes.driver.snapshot(box, name)
+        with (tmp_path / "layer.tar").open("wb") as file, pytest.raises(Unsupported, match="/srv/u"):
+            await boxes.driver.export(name, file.fileno())
+        assert (tmp_path / "layer.tar").stat().st_size == 0  # nothing that could be taken for an archive
+        second = await boxes(SandboxSpec(image="lent"))
+        await sh(second, "echo more >> /srv/u/s")
+        with pytest.raises(Unsupported, match="/srv/u"):
+            await second.changes()
+        await sh(box, "chmod 755 /srv/u; chmod 644 /srv/u/s; chown 0:7 /srv/u")  # readable, of a group that is lent
+
+
+async def test_layers_are_their_users_alone(boxes: Boxes) -> None:
+    box = await boxes()
+    directory = boxes.driver._layers._directory
+    await boxes.driver.snapshot(box, "private")
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (directory, directory / "layers")] == [0o700, 0o700]
+    (directory / "layers").chmod(0o755)
+    directory.chmod(0o755)  # as an older version made them
+    await boxes(SandboxSpec(image="private"))
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (directory, directory / "layers")] == [0o700, 0o700]
+    if ROOT:
+        os.chown(directory / "layers", 65534, 65534)
+        with pytest.raises(HostFault, match="layers is not this user's alone"):
+            await boxes(SandboxSpec(image="private"))
+        with pytest.raises(HostFault, match="layers is not this user's alone"):
+            await boxes.driver.snapshot(box, "more")
+        os.chown(directory / "layers", 0, 0)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"info": {}}', '{"info": {"name": "x"}, "layers": ["../../etc"]}'])
+async def test_a_damaged_image_is_named_and_can_be_deleted(boxes: Boxes, text: str) -> None:
+    box = await boxes()
+    await boxes.driver.snapshot(box, "whole")
+    (boxes.driver._layers._directory / "broken.json").write_text(text)
+    assert [each.name for each in await boxes.driver.images()] == ["whole"]
+    with pytest.raises(NotFound, match=r"the image broken is damaged: .*/broken.json") as caught:
+        await boxes(SandboxSpec(image="broken"))
+    assert "sandlot image rm broken" in str(caught.value.hint)
+    await boxes.driver.forget("broken")
+    with pytest.raises(NotFound, match="there is no image 'broken'"):
+        await boxes.driver.forget("broken")
+    await boxes(SandboxSpec(image="whole"))
+
+
+ATTRIBUTES = """
+import os
+os.chdir("/srv")
+open("many", "w").close()
+for n in range(300): os.setxattr("many", f"user.{'n' * 40}{n}", b"v")
+"""
+
+
+async def test_extended_attributes_are_kept_or_named(boxes: Boxes) -> None:
+    box = await boxes()
+    if (await python(box, ATTRIBUTES))[0].code != 0:
+        pytest.skip("files in memory have no attributes of users here")
+    where = boxes.driver._layers._directory.parent / "file"
+    where.touch()
+    try:
+        for number in range(300):
+            os.setxattr(where, f"user.{'n' * 40}{number}", b"v")
+    except OSError:  # ext4 and others have a block for all attributes of a file
+        with pytest.raises(HostFault, match="at /srv/many: an extended attribute is larger than this disk can hold"):
+            await boxes.driver.snapshot(box, "many")
+        await python(box, "import os\nfor name in os.listxattr('/srv/many')[60:]: os.removexattr('/srv/many', name)")
+    await boxes.driver.snapshot(box, "some")
+    second = await boxes(SandboxSpec(image="some"))
+    count = "import os; print(len(os.listxattr('/srv/many')))"
+    assert (await python(second, count))[1] == (await python(box, count))[1] != "0\n"
+
+
+LINKS = """
+import os
+os.chdir("/srv")
+for n in range(5000): open(str(n), "w").close(); os.link(str(n), f"{n}.again")
+"""
+PAIRS = """
+import os
+os.chdir("/srv")
+print(sum(os.path.samefile(str(n), f"{n}.again") for n in range(5000)))
+"""
+
+
+async def test_files_with_several_names_stay_one_file_each(boxes: Boxes) -> None:
+    box = await boxes()
+    await python(box, LINKS)
+    await boxes.driver.snapshot(box, "pairs")
+    assert (await python(await boxes(SandboxSpec(image="pairs")), PAIRS))[1] == "5000\n"
 
 
 DEEP = """
