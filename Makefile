@@ -62,7 +62,7 @@ hostile-controls: setup
 faults: setup
 	SANDLOT_FAULT_ROUNDS=1000 $(BIN)/python -m pytest -q -s tests/faults
 
-# The same on other kernels, in QEMU guests: Debian's packages for kernel and root file system; as root, half an hour.
+# The same on other kernels, in QEMU guests: Debian's packages for kernel and root file system; as root, about an hour.
 kernels: setup
 	$(BIN)/python tests/kernels/run.py
 

@@ -69,7 +69,8 @@ async def fill(arena: Arena, limits: Limits, most: int) -> None:
     for way in WRITES:
         box = await arena.box(limits=limits)
         error, taken = (await arena.python(program(way), box=box)).stdout.split()
-        assert error == "ENOSPC", way
+        # A file without a name cannot be had at all: overlayfs before Linux 6.3.
+        assert error == "ENOSPC" or (way, error) == ("without a name", "ENOTSUP"), way
         assert int(taken) <= most, way
         assert (await box.stats()).disk <= limits.disk, way
         clean = "rm -f /root/big /tmp/big /var/big /dev/shm/big /home/big /etc/big /dev/big"
@@ -96,8 +97,8 @@ async def test_on_the_hosts_disk_it_ends_at_the_limit_too(arena: Arena) -> None:
 async def test_control_a_larger_disk_takes_it(arena: Arena) -> None:
     for way in WRITES:
         box = await arena.box(limits=Limits(disk="200M"))
-        (taken,) = (await arena.python(program(way), box=box)).stdout.split()
-        assert int(taken) >= 100 << 20, way
+        *error, taken = (await arena.python(program(way), box=box)).stdout.split()
+        assert int(taken) >= 100 << 20 or (way, error) == ("without a name", ["ENOTSUP"]), way
         await box.close()
 
 

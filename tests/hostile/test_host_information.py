@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 
 import pytest
 
@@ -79,7 +78,5 @@ async def test_no_name_of_the_node_or_of_another_box_is_seen(arena: Arena) -> No
 
 async def test_its_cgroups_show_no_path_of_the_host(arena: Arena) -> None:
     shown = [line.split(":")[2] for line in (await arena.sh("cat /proc/self/cgroup")).stdout.splitlines()]
-    limited = {name for line in Path("/proc/self/cgroup").read_text().splitlines() for name in [line.split(":")[1]]}
-    assert limited
     # In a hierarchy in which the node may make nothing the box is where the node is, seen from there: `/`.
     assert all(path == "/" or path.startswith("/runs/run-") for path in shown), shown

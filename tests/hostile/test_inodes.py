@@ -47,7 +47,9 @@ async def test_it_ends_at_the_limit(arena: Arena) -> None:
     for kind in KINDS:
         box = await arena.box(limits=Limits(inodes=500))
         error, made = (await arena.python(program(kind), box=box)).stdout.split()
-        assert (error, int(made) < 500) == ("ENOSPC", True), kind
+        # A nameless file cannot be had at all: overlayfs before Linux 6.3.
+        assert error == "ENOSPC" or (kind, error) == ("nameless files", "ENOTSUP"), kind
+        assert int(made) < 500, kind
         assert (await box.stats()).inodes <= 500, kind
         assert (await box.run("rm -rf all; echo lives > small; cat small")).stdout == "lives\n", kind
         await box.close()
@@ -57,5 +59,6 @@ async def test_it_ends_at_the_limit(arena: Arena) -> None:
 async def test_control_with_more_inodes_it_goes_on(arena: Arena) -> None:
     box = await arena.box(limits=Limits(inodes=20_000))
     for kind in KINDS:
-        assert (await arena.python(program(kind), box=box)).stdout == "1000\n", kind
+        made = (await arena.python(program(kind), box=box)).stdout
+        assert made == "1000\n" or (kind, made) == ("nameless files", "ENOTSUP 0\n"), kind
         assert (await box.run("rm -rf all")).ok, kind

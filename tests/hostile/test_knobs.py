@@ -95,6 +95,8 @@ try:
     open("/proc/self/gid_map", "w").write(f"0 {sys.argv[1]} 1")
 except OSError:
     pass
+def lift(path):
+    with open(path, "w") as file: file.write("max")
 os.makedirs("/tmp/cg", exist_ok=True)
 for word in ("memory", "pids", "cpu", "cpu,cpuacct", "rdma", "devices", "freezer", "blkio", "none,name=sandlot-test"):
     for kind, data in (("cgroup", word), ("cgroup", word + ",release_agent=/bin/true"), ("cgroup2", "")):
@@ -102,8 +104,10 @@ for word in ("memory", "pids", "cpu", "cpu,cpuacct", "rdma", "devices", "freezer
         say(f"mount_{kind}_{data}", answer)
         if answer == "ok":
             for directory, _, files in os.walk("/tmp/cg"):
-                for name in set(files) & {"release_agent", "devices.allow", "cgroup.subtree_control"}:
+                for name in set(files) & {"release_agent", "devices.allow"}:
                     say(f"open_{kind}_{directory}/{name}", attempt(os.open, f"{directory}/{name}", os.O_WRONLY))
+                for name in set(files) & {"memory.max", "pids.max", "cpu.max"}:
+                    say(f"open_{kind}_{directory}/{name}", attempt(lift, f"{directory}/{name}"))
             call("umount2", b"/tmp/cg", 2)
 """
 )

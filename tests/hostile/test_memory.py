@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from sandlot.api import Limits
+from sandlot.errors import SandboxEnded
 from tests.support.hostile import PYTHON, Arena
 
 PROMISE = "memory limit"
@@ -198,7 +199,12 @@ async def _kernel_memory(arena: Arena, ways: list[str], most: int = 44) -> None:
         box = await arena.box(limits=Limits(memory="40M", pids=100))
         result = await arena.python(_TAKE + KERNEL[by] + _SAY, box=box)
         assert result.oom or int(result.stdout) <= most, by  # killed, or told that there is no more
-        assert (await box.run("echo lives")).stdout == "lives\n", by
+        try:
+            assert (await box.run("echo lives")).stdout == "lives\n", by
+        except SandboxEnded as ended:
+            # What a killed process had in datagrams goes a moment later than it does. Until then there may be nobody
+            # else to kill than the first process, and the box ends with its reason.
+            assert by == "udp sockets" and "ran out of memory" in str(ended)
         await box.close()
 
 

@@ -13,6 +13,7 @@ import os
 import pytest
 
 from sandlot.drivers.native import seccomp
+from sandlot.errors import SandboxEnded
 from tests.support.calls import CALL, answers
 from tests.support.hostile import Arena, all_capabilities, no_filter
 
@@ -96,5 +97,8 @@ async def test_the_first_process_keeps_its_limits(arena: Arena) -> None:
 @pytest.mark.control
 @pytest.mark.skipif(not seccomp.program(), reason="there is no filter here")
 async def test_control_without_the_filter_its_limits_are_lowered(arena: Arena) -> None:
-    said = answers((await arena.python(STARVE, without=no_filter)).stdout)
-    assert set(said.values()) == {"ok"}  # the box has ended itself by this; nothing else is harmed
+    try:
+        said = answers((await arena.python(STARVE, without=no_filter)).stdout)
+    except SandboxEnded:
+        return  # by this: its first process had no processor time left to answer
+    assert set(said.values()) == {"ok"}

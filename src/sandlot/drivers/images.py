@@ -20,7 +20,7 @@ from sandlot.errors import HostFault, NotFound
 class Image:
     """`root` is a directory that becomes the lowest layer; `binds` are host trees mounted over it, (source, target).
     `directories` are made anew in each box, (path, mode), so that they belong to its root even where the kernel cannot
-    map the owners of `root` (before 6.3 on a tmpfs, before 5.19 on any file system)."""
+    map the owners of `root` (before 6.3 on a tmpfs, before 5.19 on any file system), parents first."""
 
     name: str
     root: str
@@ -88,9 +88,10 @@ def _make_host_image(final: Path) -> Image:
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     root.chmod(0o755)
-    for name, mode in _DIRECTORIES.items():
-        (root / name).mkdir()
-        (root / name).chmod(mode | 0o555)  # searchable for a box whose root is not the owner here
+    # The other directories are made in each box and are not here, so that nothing has to be merged with them: before
+    # Linux 6.6 a box cannot move a new directory into a merged one, as dpkg does.
+    (root / "etc").mkdir()
+    (root / "etc").chmod(0o755)
     for name, text in _FILES.items():
         (root / name).write_text(text)
     for name in _COPIES:
