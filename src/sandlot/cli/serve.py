@@ -52,7 +52,7 @@ def serve(
     ] = 60.0,
     warm: Annotated[
         list[str] | None,
-        typer.Option(metavar="IMAGE=N", help="Keep N sandboxes of this image ready. May be repeated."),
+        typer.Option(metavar="IMAGE[:PROFILE]=N", help="Keep N sandboxes of this image ready. May be repeated."),
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the node keeps its directory.")] = None,
 ) -> int:
@@ -81,11 +81,13 @@ def serve(
 
 
 def _warm(words: str) -> Warm:
-    image, _, size = words.rpartition("=")
+    kind, _, size = words.rpartition("=")
+    image, _, profile = kind.partition(":")
     try:
-        return Warm.model_validate({"image": image or "host", "size": size})
+        return Warm.model_validate({"image": image or "host", "profile": profile or "default", "size": size})
     except ValidationError:
-        raise InvalidRequest(f"{words!r} is not a pool of warm sandboxes", "write it as `--warm host=20`") from None
+        hint = "write it as `--warm host=20`, or `--warm host:strict=20`"
+        raise InvalidRequest(f"{words!r} is not a pool of warm sandboxes", hint) from None
 
 
 async def _serve(

@@ -676,7 +676,7 @@ class Node:
 
     async def diff(self, sandbox_id: str) -> list[Change]:
         live = self._running(sandbox_id)
-        async with deadline(COPY_SECONDS, f"looking through the files of sandbox {sandbox_id}"):
+        async with live.changing, deadline(COPY_SECONDS, f"looking through the files of sandbox {sandbox_id}"):
             return await self._step(live, f"list the changes of sandbox {sandbox_id}", live.box.changes())
 
     async def pause(self, sandbox_id: str) -> Info:

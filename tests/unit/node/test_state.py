@@ -295,6 +295,7 @@ async def test_a_box_at_its_limit_of_processes_can_be_copied_and_forked(node: No
             await asyncio.sleep(0.02)
     (fork,) = await node.fork(box)
     assert (await node.run(fork.id, sh("cat /root/full"))).stdout == "kept"
+    assert "/root/full" in {change.path for change in await node.diff(box)}
     assert (await node.stats(box)).pids == 40  # not more than before
     await node.destroy(box)
     await asyncio.wait((bomb,))

@@ -12,8 +12,8 @@ import errno
 import os
 import signal
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -244,12 +244,15 @@ class NativeBox:
         read, write = os.pipe2(os.O_CLOEXEC)
         reading = asyncio.create_task(asyncio.to_thread(_read_all, read))
         try:
-            await self._work(Frame.LIST, "listing what was written", [write])
+            async with self._standing_still():
+                await self._work(Frame.LIST, "listing what was written", [write])
         finally:
             os.close(write)
             listed: bytes = await shielded(_result(reading))
         below = [Path(path) for path in (self.image.root, *self.image.layers)]
-        return await asyncio.to_thread(changes_over, listed, below, self._facts["mounts"])
+        # What the start of the box made is nobody's change: mount points, and the image's own directories.
+        made = [*self._facts["mounts"], *(f"/{name}" for name, _ in self.image.directories)]
+        return await asyncio.to_thread(changes_over, listed, below, made)
 
     async def copy_upper(self, target: Path, below: Sequence[Path]) -> Copied:
         """Copy what the box has written into the empty directory `target`, over copies of the layers `below`. Nothing
@@ -257,18 +260,24 @@ class NativeBox:
         fds: list[int] = []
         try:
             fds.extend(self._as_seen(path) for path in (target, *below))
-            try:
-                await self._stop(True)
-                # Nothing else can take the room that this gives: a box may be at its limit of processes.
-                with self._cgroups.room(self.group):
-                    answer = await self._work(Frame.COPY, "copying what was written", fds)
-            finally:
-                if not self.paused:
-                    await shielded(self._stop(False))
+            async with self._standing_still():
+                answer = await self._work(Frame.COPY, "copying what was written", fds)
         finally:
             for fd in fds:
                 os.close(fd)
         return Copied(answer.number(Key.BYTES) or 0, answer.number(Key.FILES) or 0)
+
+    @asynccontextmanager
+    async def _standing_still(self) -> AsyncIterator[None]:
+        """While nothing of the box runs it is looked at whole, and a child of the helper has room even in a box that is
+        at its limit of processes: nobody else can take it."""
+        try:
+            await self._stop(True)
+            with self._cgroups.room(self.group):
+                yield
+        finally:
+            if not self.paused:
+                await shielded(self._stop(False))
 
     def _as_seen(self, path: Path) -> int:
         """A directory of the host in which root inside may write, and whose owners are those that the box sees."""
