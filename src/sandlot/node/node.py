@@ -288,7 +288,7 @@ class Node:
         killed by `orphan_grace` seconds; `warm` are kept ready."""
         self.driver = driver
         self._grace = orphan_grace
-        self._pool = Pool(driver, warm)
+        self._pool = Pool(driver, warm, orphan_grace)
         self._forks: dict[str, set[str]] = {}  # images without a name of their own, and the sandboxes made from them
         self._state_dir = state_dir
         self._directory = directory

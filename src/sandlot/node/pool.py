@@ -40,8 +40,10 @@ class _Kind:
 class Pool:
     """The warm boxes of one node."""
 
-    def __init__(self, driver: Driver, warm: Sequence[Warm]) -> None:
+    def __init__(self, driver: Driver, warm: Sequence[Warm], grace: float) -> None:
+        """`grace` is the node's `orphan_grace`: what is claimed will have it."""
         self._driver = driver
+        self._keeping = Keeping(grace, parked=True)
         self._kinds = [_Kind(each, SandboxSpec(image=each.image, profile=each.profile)) for each in warm]
         self._filling: list[asyncio.Task[None]] = []
         self._ending: set[asyncio.Task[object]] = set()
@@ -101,7 +103,7 @@ class Pool:
                 try:
                     async with deadline(_MAKE_SECONDS, "making a warm box"):
                         box = await self._driver.create(
-                            f"warm-{secrets.token_hex(6)}", kind.spec, frozenset(), Keeping(parked=True)
+                            f"warm-{secrets.token_hex(6)}", kind.spec, frozenset(), self._keeping
                         )
                 except (OSError, SandlotError):
                     await asyncio.sleep(_AGAIN_SECONDS)

@@ -346,16 +346,13 @@ class NativeBox:
             number = signal.SIGSTOP if stopped else signal.SIGCONT
             await self._ask(Frame.SIGNAL, "stopping processes", [(Key.SIGNAL, number)])
 
-    async def claim(self, spec: SandboxSpec, keeping: Keeping) -> None:
+    async def claim(self, spec: SandboxSpec, keeping: Keeping, losses: tuple[str, ...]) -> None:
         """What `NativeDriver.claim` does to the box itself."""
-        assert self._record is not None
+        self.losses = losses
         lifetime = 0 if spec.lifetime is None else max(1, int(spec.lifetime * 1000))
         fields: list[tuple[Key, Value]] = [(Key.LIFETIME, lifetime), (Key.GRACE, int(keeping.grace * 1000))]
         await self._ask(Frame.CLAIM, "claiming", fields)
-        self._write_record(note=keeping.note, parked=False)
-        if not keeping.grace:
-            self._record.remove()
-            self._record = None
+        self._write_record(note=keeping.note, parked=False, losses=losses)
 
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
         if self._asked is None:
@@ -464,7 +461,8 @@ class NativeBox:
         fds += keeps
         if self._record is not None:
             fields += [(Key.RECORD, len(fds)), (Key.LISTENER, len(fds) + 1)]
-            fields.append((Key.GRACE, int(what.keeping.grace * 1000)))
+            grace = 0.0 if what.keeping.parked else what.keeping.grace
+            fields.append((Key.GRACE, int(grace * 1000)))
             fds += [self._record.file, self._record.listener]
         self._channel.send(Frame.PLAN, 0, fields, fds)
         if self._record is not None:

@@ -195,7 +195,7 @@ class NativeDriver:
         return replace(self.facts, ids="one", ids_reason="with more the limit on pids that was asked for is not kept")
 
     def _record(self, box_id: str, keeping: Keeping) -> Record | None:
-        if not keeping.grace and not keeping.parked:
+        if not keeping.grace:
             return None
         try:
             return Record.make(self._records, box_id)
@@ -253,8 +253,7 @@ class NativeDriver:
         async with deadline(CLAIM_SECONDS, f"claiming the parked box {box.id}"):
             self.cgroups.set(box.group, spec.limits)
             refused = self._check_kept(spec, named, box.group)
-            await box.claim(spec, keeping)
-        box.lose(losses(self.facts, spec) + refused)
+            await box.claim(spec, keeping, losses(self.facts, spec) + refused)
 
     # -- adoption -------------------------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ async def test_one_that_is_killed_meanwhile_is_told_as_such(node: Start) -> None
 
 
 async def test_a_parked_one_is_nobodys(node: Start) -> None:
-    dead = await node(grace=0, parked=True)
+    dead = await node(parked=True)
     await until_gone(dead.pid)
     assert (await dead.adopt())[:2] == ([], [])
 
