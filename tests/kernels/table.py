@@ -12,6 +12,7 @@ HEAD = """\
 Each column is a machine of its own: a QEMU guest with a kernel and a root file system out of Debian's packages, in
 which the driver's tests, the conformance suite and the attacks of `tests/hostile` ran. `make kernels` runs them,
 `python tests/kernels/run.py --write` makes this page as well. A guest's processor was {how}; they ran on {date}.
+The attacks' controls ran where none are deselected.
 
 {guests}
 """

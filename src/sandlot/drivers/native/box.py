@@ -28,7 +28,7 @@ from sandlot.drivers.native.changes import changes_over
 from sandlot.drivers.native.ids import RANGE, HostIds, SubIds
 from sandlot.drivers.native.keep import Record
 from sandlot.drivers.native.plan import Plan
-from sandlot.drivers.native.trees import map_owners, open_tree
+from sandlot.drivers.native.trees import kernel, map_owners, open_tree
 from sandlot.drivers.native.wire import KILL_ONLY_ITSELF, Answer, Channel, Frame, Key, Value
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, StartFailed, Unsupported
 
@@ -587,10 +587,17 @@ class NativeBox:
             return
         Path(proc, "uid_map").write_text(f"0 {self._base} {RANGE}")
         Path(proc, "gid_map").write_text(f"0 {self._base} {RANGE}")
+        if kernel() < (5, 11):
+            raise StartFailed(
+                "a sandbox could not be made: overlay: before Linux 5.11 it opens no file whose owner is nobody inside",
+                "`sandlot doctor` tries each step and names the fix",
+            )
+        lowers = 1 + len(self.image.layers)
         user_namespace = os.open(f"{proc}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for tree in trees:
+            for tree in trees[lowers if kernel() < (5, 19) else 0 :]:
                 map_owners(tree, user_namespace)
+            self.owners_mapped = kernel() >= (5, 19)  # before that overlayfs takes its layers only as they are
         except OSError:  # a kernel or file system that cannot
             self.owners_mapped = False
         finally:

@@ -8,6 +8,7 @@ after a crash. Never decides what to do about a limit that cannot be kept: it sa
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -62,9 +63,10 @@ def _write(path: Path, value: str) -> bool:
     return True
 
 
-def _hand_down(base: Path, names: list[str]) -> bool:
-    """Let children of `base` have these controllers. False: not all."""
-    return all([_write(base / "cgroup.subtree_control", f"+{name}") for name in names])  # noqa: C419  (each of them)
+def _hand_down(base: Path, names: list[str]) -> None:
+    """Let children of `base` have these controllers, as far as the kernel lets it."""
+    for name in names:
+        _write(base / "cgroup.subtree_control", f"+{name}")
 
 
 # Files that count: the field of api.Stats and how many of their unit make one of ours. A bare v2 cgroup has cpu.stat.
@@ -273,8 +275,10 @@ class Cgroups:
                 continue
             available = (base / "cgroup.controllers").read_text().split()
             wanted = [name for name in _CONTROLLERS if name in available]
-            # A cgroup other than the root that holds processes cannot hand controllers to its children.
-            if not _hand_down(base, wanted) and self._step_aside(base):
+            # A cgroup other than the root that holds processes cannot hand memory to its children. To try is no way:
+            # cpu and pids it may, and is then the root of a threaded tree, whose children nobody can join.
+            root = not (base / "cgroup.type").exists()
+            if root or not (base / "cgroup.procs").read_text().split() or self._step_aside(base):
                 _hand_down(base, wanted)
             parent = self._parents[""]
             given = (parent / "cgroup.controllers").read_text().split()
@@ -483,7 +487,12 @@ def _kill_members(path: Path, until: float) -> bool:
     watches = []
     for pid in found:
         with suppress(ProcessLookupError):
-            watch = os.pidfd_open(pid)
+            try:
+                watch = os.pidfd_open(pid)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # between its end and that of its number
+                    raise
+                continue
             watches.append(watch)
             signal.pidfd_send_signal(watch, signal.SIGKILL)
             watched.register(watch, select.POLLIN)

@@ -52,6 +52,8 @@ def advice(failure: str, settings: Mapping[str, str], root: bool, container: boo
             "`sysctl -w kernel.apparmor_restrict_unprivileged_userns=0` (as root), or give sandlot-init an AppArmor "
             "profile with `userns,`, or run the node as root"
         )
+    if "overlay" in failure and "nobody" in failure:
+        return "use Linux 5.19 or newer (5.11 will do, with a loss), or run the node as an ordinary user"
     if "overlay" in failure and "5.11" in failure:
         return (
             "use Linux 5.11 or newer; an older kernel of Debian's allows it after "

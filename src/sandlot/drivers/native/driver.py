@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import itertools
 import os
 import resource
 import signal
@@ -31,7 +30,7 @@ from sandlot.drivers.native.ids import HostIds, SubIds
 from sandlot.drivers.native.keep import Record, records
 from sandlot.drivers.native.plan import Host, Plan, make_plan, most_files
 from sandlot.drivers.native.promises import LIMITED_BY, Facts, losses, promises
-from sandlot.drivers.native.trees import open_tree
+from sandlot.drivers.native.trees import kernel, open_tree
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandlotError, StartFailed, Unsupported
 
 HELPER = Path(__file__).parent / "bin" / "sandlot-init"
@@ -50,12 +49,6 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 Planner = Callable[[SandboxSpec, Image, Host], Plan]
 
 
-def _kernel() -> tuple[int, int]:
-    """The running kernel's version."""
-    major, minor = os.uname().release.split(".")[:2]
-    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)) or 0)
-
-
 def _has_root() -> bool:
     """Whether this process is root with root's powers: in a container it often is root by name only, or has no ids to
     give away, and then boxes are made as an ordinary user makes them."""
@@ -65,6 +58,18 @@ def _has_root() -> bool:
         os.close(open_tree("/"))
     except OSError:
         return False
+    return True
+
+
+def _attributes_on_tmpfs() -> bool:
+    """Whether a tmpfs keeps attributes of users, with which an overlay marks a directory that replaces another."""
+    file = os.memfd_create("probe")
+    try:
+        os.setxattr(file, "user.overlay.probe", b"y")
+    except OSError:
+        return False
+    finally:
+        os.close(file)
     return True
 
 
@@ -451,8 +456,9 @@ class NativeDriver:
             controllers=kept,
             kill_groups=self.cgroups.v2_kill,
             filtered=bool(seccomp.program()),
-            limits_namespaces=_kernel() >= (5, 14),
-            restricts_below=_kernel() >= (5, 12),
+            limits_namespaces=kernel() >= (5, 14),
+            restricts_below=kernel() >= (5, 12),
+            directories_replaced=_attributes_on_tmpfs(),
             disk_fix=disk.why_not() if self._ids is not None else "run the node as root",
         )
         self._started = True

@@ -29,6 +29,7 @@ class Facts:
     ids_reason: str = ""  # why there is no more than that
     owners_mapped: bool = True
     limits_namespaces: bool = True  # RLIMIT_NPROC holds for all users of a user namespace together: Linux 5.14
+    directories_replaced: bool = True  # whether a directory of the image can be removed, and made anew
     controllers: Mapping[str, str] = field(default_factory=dict)  # memory, pids, cpu → "v1" or "v2"
     kill_groups: bool = False
     filtered: bool = True
@@ -58,7 +59,15 @@ def promises(facts: Facts) -> list[Capability]:
     if facts.owners_mapped:
         kept("file owners", "as in the image and as written, inside; the node's own outside")
     else:
-        loss("file owners", "files of the image belong to nobody inside", "use Linux 5.19 or newer")
+        loss("file owners", "files of the image and of volumes belong to nobody inside", "use Linux 5.19 or newer")
+    if facts.directories_replaced:
+        kept("image directories", "can be moved, removed and made anew, like those of any disk")
+    else:
+        loss(
+            "image directories",
+            "none can be removed and made anew, and no new one moved into one (EIO, EXDEV)",
+            "use Linux 6.6 or newer, or ask for a disk larger than the memory",
+        )
     kept("files", "nothing of the host but /usr, read-only; no path leads out")
     kept("processes", "only its own are seen, signalled or traced")
     kept("privileges", "eleven capabilities in its own user namespace; none gained from files")
@@ -79,11 +88,12 @@ def promises(facts: Facts) -> list[Capability]:
     else:
         found = "only of TCP, and apart from other memory" if memory else "not limited"
         loss("socket memory", f"what waits in sockets is {found}", "boot the host with cgroup v2 alone")
-    if pids or facts.ids == "one" or (own and facts.limits_namespaces):
+    if pids or (facts.ids != "shared" and facts.limits_namespaces):
         kept("pids limit", f"by a cgroup {pids}" if pids else "by RLIMIT_NPROC of the user namespace")
     else:
-        fix = "use Linux 5.14 or newer" if own else cgroups
-        loss("pids limit", "kept for each user inside, not for all of them together", fix)
+        fix = cgroups if facts.ids == "shared" else "use Linux 5.14 or newer"
+        counted = "counted with all else that the user runs" if facts.ids == "one" else "kept for each user inside"
+        loss("pids limit", f"{counted}, not for the sandbox alone", fix)
     if cpu:
         kept("cpu limit", f"quota and weight by a cgroup {cpu}")
     else:

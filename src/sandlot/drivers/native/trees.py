@@ -1,10 +1,11 @@
 """Detached mounts, as descriptors: what the node, where it is root, hands to a helper that could not open it itself.
 
-The kernel's calls and nothing else; each raises OSError."""
+The kernel's calls, and which kernel it is; each raises OSError."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 
 # The numbers are the same on x86_64 and aarch64.
@@ -32,6 +33,12 @@ def _call(number: int, *arguments: object, path: str | None = None) -> int:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), path)
     return result
+
+
+def kernel() -> tuple[int, int]:
+    """The running kernel's version."""
+    major, minor = os.uname().release.split(".")[:2]
+    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)) or 0)
 
 
 def open_tree(path: str) -> int:

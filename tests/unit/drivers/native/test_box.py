@@ -129,6 +129,18 @@ async def test_the_hosts_programs_cannot_be_changed_from_inside(boxes: Boxes) ->
     assert os.stat("/usr/bin/env").st_mtime_ns == before
 
 
+async def test_a_directory_of_the_image_is_replaced_or_the_loss_is_named(boxes: Boxes) -> None:
+    box = await boxes()
+    move = "import os; os.mkdir('/opt/new'); os.rename('/opt/new', '/opt/x'); os.rmdir('/srv'); os.mkdir('/srv')"
+    ended, output = await python(box, move)  # not of the image: on any kernel
+    assert ended.code == 0, output
+    ended, output = await sh(box, "rm -r /etc/alternatives && mkdir /etc/alternatives && ls -A /etc/alternatives")
+    if any(loss.startswith("image directories: ") for loss in box.losses):
+        assert "Input/output error" in output
+    else:
+        assert (ended.code, output) == (0, "")
+
+
 async def test_a_volume_is_read_only_unless_asked_for(boxes: Boxes, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -73,6 +73,7 @@ async def test_where_user_namespaces_are_refused_it_finds_out_by_trying(boxes: B
         (REFUSED, {}, True, False, "security module"),
         ("mount /proc: the kernel refuses", {"user/max_user_namespaces": "9"}, True, True, "systempaths=unconfined"),
         ("overlay /tmp/root: Linux does since 5.11", {}, True, False, "permit_mounts_in_userns=1"),
+        ("overlay: before Linux 5.11 … owner is nobody inside", {}, True, False, "as an ordinary user"),
         ("cgroup: no space", {}, True, False, "/sys/fs/cgroup"),
         ("ids: strange", {}, True, False, "dmesg"),
     ],
