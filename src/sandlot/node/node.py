@@ -430,7 +430,7 @@ class Node:
         return await self._create(spec, named)
 
     async def _create(self, spec: SandboxSpec, named: frozenset[str]) -> Info:
-        sandbox_id = f"sb-{self._id}{secrets.token_hex(4)}"
+        sandbox_id = f"sb-{self._id}{secrets.token_hex(7)}"  # 56 bits: ten thousand of them never meet
         created_at = time.time()
         self.ledger.begin(sandbox_id, spec.image)
         in_progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()
