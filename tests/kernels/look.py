@@ -7,7 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from sandlot.drivers.native.box import NativeDriver
+from sandlot.drivers.native.driver import NativeDriver
 from sandlot.node.ledger import NodeDirectory
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sandlot.api import SandboxSpec
-from sandlot.drivers.native.box import NativeDriver
 from sandlot.drivers.native.checks import probe
+from sandlot.drivers.native.driver import NativeDriver
 from sandlot.errors import StartFailed
 
 # Why it fails: what is said about it, and what mends it.
