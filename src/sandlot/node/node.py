@@ -249,9 +249,8 @@ async def _let_go(found: Adopted) -> None:
 
 def _fingerprint(run: Run) -> str:
     """Tells two commands apart."""
-    return hashlib.sha256(run.model_dump_json(include={"argv", "env", "cwd", "user", "stdin"}).encode()).hexdigest()[
-        :16
-    ]
+    words = run.model_dump_json(include={"argv", "env", "cwd", "user", "stdin"})
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 def _now() -> float:
@@ -484,9 +483,10 @@ class Node:
         with live:
             if run.key is None:
                 return await self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run))
-            if not live.keyed.has(run.key, _fingerprint(run)):
-                work = self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run))
-                live.keyed.add(run.key, _fingerprint(run), self._task(self._busy(live, work)))
+            same = _fingerprint(run)
+            if not live.keyed.has(run.key, same):
+                work = self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run, same))
+                live.keyed.add(run.key, same, self._task(self._busy(live, work)))
             result = await live.keyed.result(run.key)
             for process in live.keyed.forget():
                 await process.release()
@@ -505,7 +505,7 @@ class Node:
         finally:
             command.close()
 
-    async def _run(self, live: _Live, run: Run) -> RunResult:
+    async def _run(self, live: _Live, run: Run, same: str = "") -> RunResult:
         env = {**live.env, **run.env}
         if run.user != 0 and env["HOME"] == "/root":
             env["HOME"] = "/"  # as for any numeric user without an entry in /etc/passwd
@@ -526,8 +526,7 @@ class Node:
             if run.stdin:
                 stdin = input_file(run.stdin)
                 theirs.append(stdin)
-            what = "" if run.key is None else _fingerprint(run)
-            about = _About(run.key, what, run.argv[0], cwd, _now(), run.timeout, cap)
+            about = _About(run.key, same, run.argv[0], cwd, _now(), run.timeout, cap)
             hold = Hold((out.pipe, out.log, err.pipe, err.log), about.note()) if self._grace else None
             async with deadline(STEP_SECONDS, f"starting {run.argv[0]} in sandbox {live.id}"):
                 process = await box.spawn(Spawn(run.argv, env, cwd, run.user), stdin, theirs[0], theirs[1], hold)
@@ -653,25 +652,35 @@ class Node:
             spec = live.spec.model_copy(update={"image": image})
             turn = asyncio.Semaphore(ENDS_AT_ONCE)
 
-            async def one() -> Info:
+            infos: list[Info] = []
+
+            async def one() -> None:
                 async with turn:
                     info = await self._create(spec, live.named)
+                infos.append(info)
                 if info.id in self._live:
                     made_from.add(info.id)
-                return info
 
-            made = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
-            failed = [each for each in made if isinstance(each, BaseException)]
-            infos = [each for each in made if isinstance(each, Info)]
-            if failed:  # all or none
+            async def undo() -> None:
                 for info in infos:
                     await self.destroy(info.id)
-            if live.spec.image != image:
-                made_from.discard(live.id)
-            if not made_from:
-                await self._forget_fork(image)
-            if failed:
-                raise failed[0]
+
+            async def settle() -> None:
+                if live.spec.image != image:
+                    made_from.discard(live.id)
+                if not made_from:
+                    await self._forget_fork(image)
+
+            try:
+                made = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
+                for failed in made:
+                    if failed is not None:
+                        raise failed
+            except BaseException:  # all or none, when the caller gives up too
+                await shielded(undo())
+                raise
+            finally:
+                await shielded(settle())
             return infos
 
     async def diff(self, sandbox_id: str) -> list[Change]:

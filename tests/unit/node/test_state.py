@@ -323,3 +323,19 @@ async def test_a_warm_box_has_the_disk_and_the_image_that_were_asked_for(
         if "memory" in node.driver.facts.controllers:  # type: ignore[attr-defined]
             small = (await node.create(SandboxSpec(image="two", limits=Limits(memory=64 << 20)))).id
             assert "No space" in (await node.run(small, sh("head -c 100M /dev/zero > /root/big"))).stderr
+
+
+async def test_a_cancelled_fork_leaves_nothing(node: Node, tmp_path: Path) -> None:
+    box = (await node.create(SandboxSpec())).id
+    for number in range(12):
+        forking = asyncio.ensure_future(node.fork(box, 8))
+        await asyncio.sleep(number * 0.006)
+        forking.cancel()
+        await asyncio.wait((forking,))
+        if not forking.cancelled():
+            for fork in forking.result():
+                await node.destroy(fork.id)
+        assert [info.id for info in await node.list()] == [box]
+    assert node._forks == {}
+    await node.close()
+    assert list((tmp_path / "images/layers").iterdir()) == []

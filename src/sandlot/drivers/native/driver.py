@@ -280,7 +280,6 @@ class NativeDriver:
             if not record.alive():
                 record.remove()
             return None
-        word = ""
         if record.alive():
             try:
                 async with deadline(ADOPT_SECONDS, f"taking over sandbox {facts['id']}"):
@@ -476,7 +475,7 @@ class NativeDriver:
         return tuple(refused)
 
     def _check_limits(self, spec: SandboxSpec, named: frozenset[str], facts: Facts) -> None:
-        lost = {line.name: line for line in promises(facts) if line.state == "loss"}
+        lost = {line.name: line for line in promises(facts) if line.state == "loss"} if named else {}
         for name, (_, promise) in LIMITED_BY.items():
             if name in named and promise in lost and getattr(spec.limits, name) is not None:
                 raise Unsupported(
