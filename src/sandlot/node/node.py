@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-import json
 import os
 import resource
 import secrets
@@ -25,7 +24,6 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,10 +48,11 @@ from sandlot.api import (
     Warm,
 )
 from sandlot.drivers.base import Adopted, Box, Death, Driver, Exit, Hold, Keeping, Process, Spawn
+from sandlot.drivers.layers import FORK
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, SandlotError, host_fault
 from sandlot.node import files
-from sandlot.node.keyed import KeyedRuns
 from sandlot.node.ledger import Ledger, NodeDirectory
+from sandlot.node.live import About, Command, Live, Note, Route, clock
 from sandlot.node.pool import Pool
 from sandlot.node.streams import Stream, input_file
 
@@ -84,12 +83,6 @@ ENDED_KEPT = 100_000
 COPY_SECONDS = 1800.0
 MOST_FORKS = 1000
 
-# Images that `fork` makes begin with this; nobody lists them.
-_FORK = "fork-"
-
-# What a command finds in its environment before the sandbox's own and the run's are added.
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
 _PAST = {
     Ending.EXIT: ("was closed by its owner", None),
     Ending.KILLED: ("was ended on request", None),
@@ -103,138 +96,6 @@ _PAST = {
     Ending.NODE_LOST: ("was lost with its host", "create it again"),
     Ending.START_FAILED: ("could not be started", None),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _About:
-    """What the result of a run will need, here or in a node that adopts its box."""
-
-    key: str | None
-    what: str  # a fingerprint of the run, where it has a key
-    argv0: str
-    cwd: str
-    started_at: float  # of `_now`
-    timeout: float | None
-    cap: int
-
-    def note(self) -> str:
-        # Words are cut, they only say what could not be started; in ASCII, six bytes a letter at most.
-        words = (self.key, self.what, self.argv0[:25], self.cwd[:25], self.started_at, self.timeout, self.cap)
-        return json.dumps(words, separators=(",", ":"))
-
-
-@dataclass(slots=True)
-class _Command:
-    """A process that was started for a run."""
-
-    box: Box
-    process: Process
-    out: Stream
-    err: Stream
-    about: _About
-
-    def close(self) -> None:
-        self.out.close()
-        self.err.close()
-
-
-@dataclass(slots=True)
-class _Route:
-    """A port inside and who answers on it."""
-
-    port: int
-    target: Target
-    served: asgi.Served
-
-
-class _Live:
-    """A running sandbox."""
-
-    __slots__ = (
-        "box",
-        "busy",
-        "changing",
-        "created_at",
-        "ending",
-        "env",
-        "generation",
-        "id",
-        "idle_timer",
-        "keyed",
-        "last_used",
-        "lifetime_timer",
-        "named",
-        "routes",
-        "spec",
-    )
-
-    def __init__(
-        self,
-        sandbox_id: str,
-        spec: SandboxSpec,
-        named: frozenset[str],
-        box: Box,
-        created_at: float,
-        generation: int = 0,
-    ) -> None:
-        self.id = sandbox_id
-        self.named = named  # limits that were asked for by name
-        self.generation = generation  # how many boxes it had before this one
-        self.changing = asyncio.Lock()  # reset, snapshot, fork, pause: one at a time
-        self.keyed = KeyedRuns()
-        self.spec = spec
-        self.box = box
-        self.created_at = created_at
-        self.env = {"PATH": _PATH, "LANG": "C.UTF-8", "HOME": "/root", **spec.env}
-        self.ending = False  # somebody is seeing to its end
-        self.busy = 0  # calls in progress: while there are any it is not idle
-        self.last_used = time.monotonic()
-        self.idle_timer: asyncio.TimerHandle | None = None
-        self.lifetime_timer: asyncio.TimerHandle | None = None
-        self.routes: list[_Route] = []
-
-    def __enter__(self) -> _Live:
-        self.busy += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.busy -= 1
-        self.last_used = time.monotonic()
-
-    def info(self) -> Info:
-        return Info(
-            id=self.id,
-            image=self.spec.image,
-            state="paused" if self.box.paused else "running",
-            created_at=self.created_at,
-            labels=self.spec.labels,
-            losses=self.box.losses,
-        )
-
-    def note(self, spec: SandboxSpec, generation: int) -> str:
-        """What a node that adopts its box must know."""
-        return _note(self.id, spec, self.named, self.created_at, generation)
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """What a node writes down of a sandbox for the one after it."""
-
-    id: str
-    spec: SandboxSpec
-    named: frozenset[str]
-    created_at: float
-    generation: int
-
-    @classmethod
-    def read(cls, text: str) -> _Note | None:
-        """None when another version wrote it."""
-        try:
-            found = json.loads(text)
-            spec = SandboxSpec.model_validate(found["spec"])
-            return cls(found["id"], spec, frozenset(found["named"]), found["created_at"], found["generation"])
-        except (ValueError, KeyError, TypeError):
-            return None
 
 
 async def _let_go(found: Adopted) -> None:
@@ -251,23 +112,6 @@ def _fingerprint(run: Run) -> str:
     """Tells two commands apart."""
     words = run.model_dump_json(include={"argv", "env", "cwd", "user", "stdin"})
     return hashlib.sha256(words.encode()).hexdigest()[:16]
-
-
-def _now() -> float:
-    """Seconds of a clock that every process of this host shares and nobody sets."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _note(sandbox_id: str, spec: SandboxSpec, named: frozenset[str], created_at: float, generation: int) -> str:
-    return json.dumps(
-        {
-            "id": sandbox_id,
-            "spec": spec.model_dump(mode="json"),
-            "named": sorted(named),
-            "created_at": created_at,
-            "generation": generation,
-        }
-    )
 
 
 class Node:
@@ -291,7 +135,7 @@ class Node:
         self._forks: dict[str, set[str]] = {}  # images without a name of their own, and the sandboxes made from them
         self._state_dir = state_dir
         self._directory = directory
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, Info] = OrderedDict()
         self._creates: set[asyncio.Future[None]] = set()  # one for each create in progress
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -336,7 +180,7 @@ class Node:
         adopted, remains = await self.driver.adopt()
         # A node that was killed during a reset leaves two boxes of one sandbox: the later one is it.
         latest: dict[str, int] = {}
-        notes = [_Note.read(each.note) for each in adopted]
+        notes = [Note.read(each.note) for each in adopted]
         for note in notes:
             if note is not None:
                 latest[note.id] = max(note.generation, latest.get(note.id, 0))
@@ -349,21 +193,21 @@ class Node:
             except (OSError, ValueError, SandlotError) as error:  # one of them is no reason to lose the others
                 self.ledger.note(event="adoption_failed", note=each.note, error=f"{type(error).__name__}: {error}")
         for gone in remains:
-            note = _Note.read(gone.note)
+            note = Note.read(gone.note)
             if note is not None and note.id not in self._ended and note.id not in self._live:
                 self.ledger.begin(note.id, note.spec.image, adopted=True)
                 self._record_end(note.id, note.spec, note.created_at, gone.death)
 
-    async def _carry_on(self, found: Adopted, note: _Note) -> None:
+    async def _carry_on(self, found: Adopted, note: Note) -> None:
         self.ledger.begin(note.id, note.spec.image, adopted=True)
-        live = _Live(note.id, note.spec, note.named, found.box, note.created_at, note.generation)
+        live = Live(note.id, note.spec, note.named, found.box, note.created_at, note.generation)
         self._begin_life(live, note.created_at)
-        if note.spec.image.startswith(_FORK):
+        if note.spec.image.startswith(FORK):
             self._forks.setdefault(note.spec.image, set()).add(live.id)
-        runs = [(_About(*json.loads(words)), process, fds) for process, words, fds in found.runs]
+        runs = [(About.read(words), process, fds) for process, words, fds in found.runs]
         for about, process, fds in sorted(runs, key=lambda run: run[0].started_at):
             out, err = Stream(about.cap, fds[0], fds[1]), Stream(about.cap, fds[2], fds[3])
-            command = _Command(found.box, process, out, err, about)
+            command = Command(found.box, process, out, err, about)
             if about.key is None:  # its caller was answered that the connection broke
                 self._in_background(self._drop(command))
             else:
@@ -372,7 +216,7 @@ class Node:
         for listener, port, words in found.listeners:
             with suppress(ValidationError):
                 upstream = Upstream.model_validate_json(words)
-                live.routes.append(_Route(port, upstream, await asgi.serve(listener, self._relay(upstream))))
+                live.routes.append(Route(port, upstream, await asgi.serve(listener, self._relay(upstream))))
 
     async def _sweep(self, ours: NodeDirectory) -> None:
         for dead in ours.abandoned():
@@ -418,7 +262,7 @@ class Node:
         except OSError as error:
             raise host_fault(error, f"remove {self._directory.path}") from error
 
-    async def _drain(self, live: _Live, turn: asyncio.Semaphore) -> None:
+    async def _drain(self, live: Live, turn: asyncio.Semaphore) -> None:
         async with turn:
             await self._end(live, Ending.DRAINED)
 
@@ -435,7 +279,7 @@ class Node:
         in_progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._creates.add(in_progress)
         try:
-            note = _note(sandbox_id, spec, named, created_at, 0) if self._grace else ""
+            note = Note(sandbox_id, spec, named, created_at, 0).write() if self._grace else ""
             box = await self._make(sandbox_id, spec, named, note)
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
@@ -448,7 +292,7 @@ class Node:
             self._creates.discard(in_progress)
             in_progress.set_result(None)
         # No await from here to the return: a cancellation finds either nothing or a sandbox that its caller knows.
-        live = _Live(sandbox_id, spec, named, box, created_at)
+        live = Live(sandbox_id, spec, named, box, created_at)
         self._begin_life(live, created_at)
         return live.info()
 
@@ -459,7 +303,7 @@ class Node:
             warm = await self._pool.claim(spec, named, keeping)
             return warm or await self.driver.create(box_id, spec, named, keeping)
 
-    def _begin_life(self, live: _Live, created_at: float) -> None:
+    def _begin_life(self, live: Live, created_at: float) -> None:
         loop = asyncio.get_running_loop()
         self._live[live.id] = live
         live.box.death.add_done_callback(partial(self._died, live, live.box))
@@ -492,12 +336,12 @@ class Node:
                 await process.release()
             return result
 
-    async def _busy(self, live: _Live, work: Coroutine[Any, Any, T]) -> T:
+    async def _busy(self, live: Live, work: Coroutine[Any, Any, T]) -> T:
         """Work that nobody may be waiting for: the sandbox is not idle all the same."""
         with live:
             return await work
 
-    async def _drop(self, command: _Command) -> None:
+    async def _drop(self, command: Command) -> None:
         """End a command whose result nobody can get any more."""
         try:
             await _kill(command.process)
@@ -505,7 +349,7 @@ class Node:
         finally:
             command.close()
 
-    async def _run(self, live: _Live, run: Run, same: str = "") -> RunResult:
+    async def _run(self, live: Live, run: Run, same: str = "") -> RunResult:
         env = {**live.env, **run.env}
         if run.user != 0 and env["HOME"] == "/root":
             env["HOME"] = "/"  # as for any numeric user without an entry in /etc/passwd
@@ -526,8 +370,8 @@ class Node:
             if run.stdin:
                 stdin = input_file(run.stdin)
                 theirs.append(stdin)
-            about = _About(run.key, same, run.argv[0], cwd, _now(), run.timeout, cap)
-            hold = Hold((out.pipe, out.log, err.pipe, err.log), about.note()) if self._grace else None
+            about = About(run.key, same, run.argv[0], cwd, clock(), run.timeout, cap)
+            hold = Hold((out.pipe, out.log, err.pipe, err.log), about.write()) if self._grace else None
             async with deadline(STEP_SECONDS, f"starting {run.argv[0]} in sandbox {live.id}"):
                 process = await box.spawn(Spawn(run.argv, env, cwd, run.user), stdin, theirs[0], theirs[1], hold)
         except BaseException:
@@ -539,13 +383,13 @@ class Node:
                 os.close(fd)
         if run.key is not None:
             live.keyed.started(run.key, process)
-        return await self._complete(live, _Command(box, process, out, err, about))
+        return await self._complete(live, Command(box, process, out, err, about))
 
-    async def _complete(self, live: _Live, command: _Command) -> RunResult:
+    async def _complete(self, live: Live, command: Command) -> RunResult:
         """The result of a command that was started, here or by the node before this one."""
         process, out, err, about = command.process, command.out, command.err, command.about
         try:
-            left = None if about.timeout is None else max(0.0, about.started_at + about.timeout - _now())
+            left = None if about.timeout is None else max(0.0, about.started_at + about.timeout - clock())
             try:
                 ended, timed_out = await _wait(process, left)
             except BaseException:
@@ -571,7 +415,7 @@ class Node:
             oom=ended.oom,
             out=output,
             err=errors,
-            seconds=_now() - about.started_at,
+            seconds=clock() - about.started_at,
             cpu_seconds=ended.cpu_seconds,
         )
 
@@ -597,7 +441,7 @@ class Node:
             if box.death.done():
                 served.close()
                 raise self._lost(live)
-            live.routes.append(_Route(port, target, served))
+            live.routes.append(Route(port, target, served))
 
     # What becomes of its files.
 
@@ -607,7 +451,7 @@ class Node:
             async with live.changing:
                 return await shielded(self._reset(live, image))
 
-    async def _reset(self, live: _Live, image: str | None) -> Info:
+    async def _reset(self, live: Live, image: str | None) -> Info:
         """Another box in the place of this one. Not cut short: there is no sandbox with half a box."""
         spec = live.spec if image is None else live.spec.model_copy(update={"image": image})
         generation = live.generation + 1
@@ -630,7 +474,7 @@ class Node:
             await process.release()
         for route in routes:
             served = await self._step(live, "listen again after a reset", self._listen(box, route.port, route.target))
-            live.routes.append(_Route(route.port, route.target, served))
+            live.routes.append(Route(route.port, route.target, served))
         return live.info()
 
     async def snapshot(self, sandbox_id: str, name: str) -> ImageInfo:
@@ -638,7 +482,7 @@ class Node:
         with live:
             return await self._snapshot(live, name)
 
-    async def _snapshot(self, live: _Live, name: str | None) -> ImageInfo:
+    async def _snapshot(self, live: Live, name: str | None) -> ImageInfo:
         async with live.changing, deadline(COPY_SECONDS, f"copying the files of sandbox {live.id}"):
             return await self._step(live, f"snapshot sandbox {live.id}", self.driver.snapshot(live.box, name))
 
@@ -751,7 +595,7 @@ class Node:
 
     # How a sandbox ends: everything below meets in `_finish`, which is called once for each.
 
-    def _idle(self, live: _Live, seconds: float) -> None:
+    def _idle(self, live: Live, seconds: float) -> None:
         # One timer for the whole life, looking again where it was too early: cheaper than one for each command.
         left = seconds if live.busy else live.last_used + seconds - time.monotonic()
         if left > 0:
@@ -759,7 +603,7 @@ class Node:
         else:
             self._end_soon(live, Ending.IDLE)
 
-    def _end_soon(self, live: _Live, ending: Ending) -> None:
+    def _end_soon(self, live: Live, ending: Ending) -> None:
         live.ending = True
         self._in_background(self._end(live, ending))
 
@@ -774,7 +618,7 @@ class Node:
         with suppress(NotFound):
             await self.driver.forget(image)
 
-    async def _end(self, live: _Live, ending: Ending) -> None:
+    async def _end(self, live: Live, ending: Ending) -> None:
         """Destroy the box. When this returns no process of it is left and its end is on record."""
         live.ending = True
         for route in live.routes:
@@ -783,14 +627,14 @@ class Node:
             death = await live.box.destroy(ending)
         self._finish(live, death)
 
-    def _died(self, live: _Live, box: Box, death: asyncio.Future[Death]) -> None:
+    def _died(self, live: Live, box: Box, death: asyncio.Future[Death]) -> None:
         if live.box is not box:
             return  # a reset put another one in its place
         self._finish(live, death.result())
         if not live.ending:  # it died of itself: let the driver remove what is left of it
             self._end_soon(live, death.result().ending)
 
-    def _finish(self, live: _Live, death: Death) -> None:
+    def _finish(self, live: Live, death: Death) -> None:
         if self._live.get(live.id) is not live:
             return
         del self._live[live.id]
@@ -851,7 +695,7 @@ class Node:
 
     # Small questions.
 
-    def _running(self, sandbox_id: str) -> _Live:
+    def _running(self, sandbox_id: str) -> Live:
         live = self._live.get(sandbox_id)
         if live is None:
             raise self._ended_error(sandbox_id)
@@ -871,7 +715,7 @@ class Node:
         detail = f" ({past.detail})" if past.detail else ""
         return SandboxEnded(f"sandbox {sandbox_id} {what} {ago:.0f} s ago{detail}", hint)
 
-    def _lost(self, live: _Live) -> SandlotError:
+    def _lost(self, live: Live) -> SandlotError:
         """SandboxEnded for a box whose death was noticed here before its callback ran."""
         self._died(live, live.box, live.box.death)
         return self._ended_error(live.id)
@@ -896,7 +740,7 @@ class Node:
             self._upstreams = new_transport()
         return Relay(upstream, self._upstreams)
 
-    async def _step(self, live: _Live, what: str, work: Coroutine[Any, Any, T]) -> T:
+    async def _step(self, live: Live, what: str, work: Coroutine[Any, Any, T]) -> T:
         """One piece of work with the box; what fails of it is said in terms of the sandbox."""
         try:
             return await work
@@ -907,7 +751,7 @@ class Node:
                 raise host_fault(error, what) from error
             raise
 
-    async def _dies(self, live: _Live) -> bool:
+    async def _dies(self, live: Live) -> bool:
         """Whether a box that failed a call is dead, or so far gone that it answers nothing: then its death is awaited,
         so that whoever asks next is told of it too."""
         death = live.box.death

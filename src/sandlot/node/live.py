@@ -1,0 +1,170 @@
+"""What a node knows of one running sandbox: its box, its timers, its routes, the commands in it, and the notes of them
+that a node after this one reads. Values and their text; whatever is done with them is done in `node.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+
+from sandlot import asgi
+from sandlot.api import Info, SandboxSpec, Target
+from sandlot.drivers.base import Box, Process
+from sandlot.node.keyed import KeyedRuns
+from sandlot.node.streams import Stream
+
+# What a command finds in its environment before the sandbox's own and the run's are added.
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def clock() -> float:
+    """Seconds of a clock that every process of this host shares and nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the result of a run will need, here or in a node that adopts its box."""
+
+    key: str | None
+    what: str  # a fingerprint of the run, where it has a key
+    argv0: str
+    cwd: str
+    started_at: float  # of `clock`
+    timeout: float | None
+    cap: int
+
+    @classmethod
+    def read(cls, text: str) -> About:
+        return cls(*json.loads(text))
+
+    def write(self) -> str:
+        # Words are cut, they only say what could not be started; in ASCII, six bytes a letter at most.
+        words = (self.key, self.what, self.argv0[:25], self.cwd[:25], self.started_at, self.timeout, self.cap)
+        return json.dumps(words, separators=(",", ":"))
+
+
+@dataclass(slots=True)
+class Command:
+    """A process that was started for a run."""
+
+    box: Box
+    process: Process
+    out: Stream
+    err: Stream
+    about: About
+
+    def close(self) -> None:
+        self.out.close()
+        self.err.close()
+
+
+@dataclass(slots=True)
+class Route:
+    """A port inside and who answers on it."""
+
+    port: int
+    target: Target
+    served: asgi.Served
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a node writes down of a sandbox for the one after it."""
+
+    id: str
+    spec: SandboxSpec
+    named: frozenset[str]
+    created_at: float
+    generation: int
+
+    @classmethod
+    def read(cls, text: str) -> Note | None:
+        """None when another version wrote it."""
+        try:
+            found = json.loads(text)
+            spec = SandboxSpec.model_validate(found["spec"])
+            return cls(found["id"], spec, frozenset(found["named"]), found["created_at"], found["generation"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def write(self) -> str:
+        return json.dumps(
+            {
+                "id": self.id,
+                "spec": self.spec.model_dump(mode="json"),
+                "named": sorted(self.named),
+                "created_at": self.created_at,
+                "generation": self.generation,
+            }
+        )
+
+
+class Live:
+    """A running sandbox."""
+
+    __slots__ = (
+        "box",
+        "busy",
+        "changing",
+        "created_at",
+        "ending",
+        "env",
+        "generation",
+        "id",
+        "idle_timer",
+        "keyed",
+        "last_used",
+        "lifetime_timer",
+        "named",
+        "routes",
+        "spec",
+    )
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        named: frozenset[str],
+        box: Box,
+        created_at: float,
+        generation: int = 0,
+    ) -> None:
+        self.id = sandbox_id
+        self.named = named  # limits that were asked for by name
+        self.generation = generation  # how many boxes it had before this one
+        self.changing = asyncio.Lock()  # reset, snapshot, fork, pause: one at a time
+        self.keyed = KeyedRuns()
+        self.spec = spec
+        self.box = box
+        self.created_at = created_at
+        self.env = {"PATH": _PATH, "LANG": "C.UTF-8", "HOME": "/root", **spec.env}
+        self.ending = False  # somebody is seeing to its end
+        self.busy = 0  # calls in progress: while there are any it is not idle
+        self.last_used = time.monotonic()
+        self.idle_timer: asyncio.TimerHandle | None = None
+        self.lifetime_timer: asyncio.TimerHandle | None = None
+        self.routes: list[Route] = []
+
+    def __enter__(self) -> Live:
+        self.busy += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.busy -= 1
+        self.last_used = time.monotonic()
+
+    def info(self) -> Info:
+        return Info(
+            id=self.id,
+            image=self.spec.image,
+            state="paused" if self.box.paused else "running",
+            created_at=self.created_at,
+            labels=self.spec.labels,
+            losses=self.box.losses,
+        )
+
+    def note(self, spec: SandboxSpec, generation: int) -> str:
+        """What a node that adopts its box must know."""
+        return Note(self.id, spec, self.named, self.created_at, generation).write()
