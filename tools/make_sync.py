@@ -29,7 +29,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, RunResult, Stats, Target, Volume
+from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, Profile, RunResult, Stats, Target, Volume
 from sandlot.sandbox import Sandbox
 
 T = TypeVar("T")

@@ -134,10 +134,10 @@ class SandboxSpec(Model):
 
     image: str = Field(default="host", description="name of an image; `host` is this machine's /usr over a bare root")
     env: dict[str, str] = Field(default_factory=dict, description="environment of every command")
-    cwd: str = Field(
-        default="/root",
-        description="working directory of a command that names none; where this is not given either, that of a command "
-        "of another user than 0 is `/`, since /root is closed to it",
+    cwd: str | None = Field(
+        default=None,
+        description="working directory of a command that names none; None: the image's, else /root for user 0 and / "
+        "for any other, to whom /root is closed",
     )
     hostname: str = Field(default="sandlot", pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,62}$")
     limits: Limits = Limits()
@@ -168,7 +168,9 @@ class Run(Model):
     argv: tuple[str, ...] = Field(min_length=1)
     env: dict[str, str] = Field(default_factory=dict, description="added to the sandbox's environment")
     cwd: str | None = Field(default=None, description="None: the sandbox's")
-    user: int = Field(default=0, ge=0, le=65_535, description="numeric user and group inside")
+    user: int | None = Field(
+        default=None, ge=0, le=65_535, description="numeric user and group inside; None: the image's, else 0"
+    )
     stdin: Binary = Field(default=b"", description="bytes on standard input; base64 in JSON")
     timeout: float | None = Field(default=300.0, gt=0, description="seconds; at the end the whole tree is killed")
     output_cap: Bytes | None = Field(
@@ -265,12 +267,30 @@ class Stats(Model):
     inodes: int = 0
 
 
+class ImageConfig(Model):
+    """What an image says of commands in it: their defaults, which a sandbox or a run may replace one by one."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    workdir: str | None = Field(default=None, pattern=r"^/", description="absolute path inside")
+    user: int | None = Field(default=None, ge=0, le=65_535, description="numeric; None: 0")
+    home: str | None = Field(default=None, description="of that user; None: /root for user 0 and / for any other")
+    entrypoint: tuple[str, ...] = Field(default=(), description="kept for who asks: a sandbox starts nothing by itself")
+    cmd: tuple[str, ...] = Field(default=(), description="as `entrypoint`")
+    labels: dict[str, str] = Field(default_factory=dict)
+
+
+NO_CONFIG = ImageConfig()
+
+
 class ImageInfo(Model):
     """An image that boxes start from."""
 
     name: str
     base: str = Field(description="the image that it lies over; its own name for one that lies over nothing")
     created_at: float = Field(description="Unix time, seconds")
+    kind: Literal["snapshot", "pulled", "imported", "built"] = "snapshot"
+    digest: str | None = Field(default=None, description="of a pulled image's manifest, `sha256:…`")
+    config: ImageConfig = NO_CONFIG
     bytes: int = Field(default=0, description="of the files in its own layers")
     files: int = Field(default=0, description="entries in its own layers, directories included")
     layers: int = Field(default=0, description="how many layers lie over the base")
@@ -361,8 +381,9 @@ class NodeAPI(Protocol):
         gone; id, limits, labels and routes stay. Raises NotFound (image), and then nothing has changed."""
         ...
 
-    async def snapshot(self, sandbox_id: str, name: str) -> ImageInfo:
-        """Make an image of its files as they are now; nothing runs meanwhile. Raises Conflict: the name is taken."""
+    async def snapshot(self, sandbox_id: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
+        """Make an image of its files as they are now; nothing runs meanwhile. `config` None: that of the image it was
+        made from. Raises Conflict: the name is taken."""
         ...
 
     async def fork(self, sandbox_id: str, count: int = 1) -> list[Info]:

@@ -26,6 +26,7 @@ from sandlot.api import (
     Capability,
     Change,
     Ending,
+    ImageConfig,
     ImageInfo,
     Info,
     Message,
@@ -126,9 +127,9 @@ class HttpNode:
         content = json.dumps({"image": image})
         return await self._call("POST", path, _INFO, f"resetting {sandbox_id}", _CREATE_SECONDS, content=content)
 
-    async def snapshot(self, sandbox_id: str, name: str) -> ImageInfo:
+    async def snapshot(self, sandbox_id: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
         path = _path(sandbox_id, "snapshot")
-        content = json.dumps({"name": name})
+        content = json.dumps({"name": name, "config": config.model_dump() if config else None})
         return await self._call("POST", path, _IMAGE, f"snapshot of {sandbox_id}", _COPY_SECONDS, content=content)
 
     async def fork(self, sandbox_id: str, count: int = 1) -> list[Info]:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, RunResult, Stats, Target, Volume
+from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, Profile, RunResult, Stats, Target, Volume
 from sandlot.sandbox import Sandbox
 
 T = TypeVar("T")
@@ -91,10 +91,12 @@ class SyncSandbox:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         hostname: str | None = None,
+        profile: Profile | str | None = None,
         limits: Limits | Mapping[str, Any] | None = None,
         volumes: Sequence[Volume | Mapping[str, Any]] | None = None,
         labels: Mapping[str, str] | None = None,
         setuid: bool | None = None,
+        nested: bool | None = None,
         lifetime: float | None = None,
         idle_timeout: float | None = None,
         node: NodeAPI | None = None,
@@ -112,10 +114,12 @@ class SyncSandbox:
                 env=env,
                 cwd=cwd,
                 hostname=hostname,
+                profile=profile,
                 limits=limits,
                 volumes=volumes,
                 labels=labels,
                 setuid=setuid,
+                nested=nested,
                 lifetime=lifetime,
                 idle_timeout=idle_timeout,
                 node=node,
@@ -146,7 +150,7 @@ class SyncSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes | str = b"",
         timeout: float | None = 300.0,
-        user: int = 0,
+        user: int | None = None,
         output_cap: int | None = None,
         key: str | None = None,
     ) -> RunResult:

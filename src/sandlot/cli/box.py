@@ -40,9 +40,9 @@ def run(
         ),
     ] = None,
     cwd: Annotated[
-        str | None, typer.Option(help="Working directory; without one /root, or / for another --user.")
+        str | None, typer.Option(help="Working directory; without one the image's, else /root, or / for another user.")
     ] = None,
-    user: Annotated[int, typer.Option(help="Numeric user inside.")] = 0,
+    user: Annotated[int | None, typer.Option(help="Numeric user inside; without one the image's, else 0.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds until the command is killed.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the node of this process keeps its directory.")] = None,
     stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it this command's standard input.")] = False,

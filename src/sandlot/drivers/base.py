@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sandlot.api import Capability, Change, Ending, ImageInfo, SandboxSpec, Stats
+from sandlot.api import Capability, Change, Ending, ImageConfig, ImageInfo, SandboxSpec, Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,11 @@ class Box(Protocol):
     losses: tuple[str, ...]  # defaults that are not kept, a sentence each
     paused: bool
     death: asyncio.Future[Death]  # resolves once, when the box is gone for whatever reason
+
+    @property
+    def config(self) -> ImageConfig:
+        """What its image says of commands, as far as they can be run so here."""
+        ...
 
     async def spawn(self, what: Spawn, stdin: int, stdout: int, stderr: int, hold: Hold | None = None) -> Process:
         """Start a process on these descriptors. They are duplicated: the caller still owns and closes its own.
@@ -176,9 +181,9 @@ class Driver(Protocol):
         are ended; of those that died meanwhile it is told how, and what they left is removed."""
         ...
 
-    async def snapshot(self, box: Box, name: str | None) -> ImageInfo:
-        """Copy what the box has written into an image; nothing of it runs meanwhile. None: under a name that nobody
-        lists, until `forget`. Raises Conflict (the name is taken), Unsupported, HostFault."""
+    async def snapshot(self, box: Box, name: str | None, config: ImageConfig | None = None) -> ImageInfo:
+        """Copy what the box has written into an image; nothing of it runs meanwhile. `name` None: under one that nobody
+        lists, until `forget`; `config` None: the box's. Raises Conflict (the name is taken), Unsupported, HostFault."""
         ...
 
     async def images(self) -> list[ImageInfo]: ...

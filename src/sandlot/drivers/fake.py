@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeVar
 
-from sandlot.api import Capability, Change, Ending, ImageInfo, SandboxSpec, Stats
+from sandlot.api import NO_CONFIG, Capability, Change, Ending, ImageConfig, ImageInfo, SandboxSpec, Stats
 from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Exit, Hold, Keeping, Remains, Spawn
 from sandlot.drivers.layers import FORK, check_name
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded
@@ -160,8 +160,10 @@ class FakeBox:
         programs: Mapping[str, Program],
         gone: Callable[[], None],
         files: Mapping[str, bytes] | None = None,
+        config: ImageConfig = NO_CONFIG,
     ) -> None:
         self.id = box_id
+        self.config = config
         self.spec = spec
         self.losses: tuple[str, ...] = ("a fake box isolates nothing",)
         self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
@@ -345,8 +347,9 @@ class FakeDriver:
         _check_volumes(spec)
         if self._creating is not None:
             await self._creating(box_id, spec)
-        _, files = self._snapshots.get(spec.image, (None, {}))
-        box = FakeBox(box_id, spec, self._programs, partial(self._gone, box_id), files)
+        info, files = self._snapshots.get(spec.image, (None, {}))
+        config = NO_CONFIG if info is None else info.config
+        box = FakeBox(box_id, spec, self._programs, partial(self._gone, box_id), files, config)
         self.boxes[box_id] = box
         return box
 
@@ -365,7 +368,7 @@ class FakeDriver:
         """A box in memory dies with its node."""
         return [], []
 
-    async def snapshot(self, box: Box, name: str | None) -> ImageInfo:
+    async def snapshot(self, box: Box, name: str | None, config: ImageConfig | None = None) -> ImageInfo:
         assert isinstance(box, FakeBox)
         box._check_alive()
         if name in self._snapshots:
@@ -380,6 +383,7 @@ class FakeDriver:
             bytes=sum(map(len, files.values())),
             files=len(files),
             layers=1,
+            config=config or box.config,
         )
         self._snapshots[info.name] = info, files
         return info

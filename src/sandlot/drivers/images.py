@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from sandlot.api import NO_CONFIG, ImageConfig
 from sandlot.errors import HostFault, NotFound
 
 
@@ -27,6 +29,21 @@ class Image:
     binds: tuple[tuple[str, str], ...] = ()
     directories: tuple[tuple[str, int], ...] = ()
     layers: tuple[str, ...] = ()  # what boxes wrote over `root`, one over the other, the last on top
+    config: ImageConfig = NO_CONFIG
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return asdict(self) | {"config": self.config.model_dump(exclude_defaults=True)}
+
+    @classmethod
+    def restored(cls, facts: dict[str, Any]) -> Image:
+        config = ImageConfig.model_validate(facts["config"])
+        return cls(**{name: _tuples(value) for name, value in facts.items() if name != "config"}, config=config)
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, which JSON makes of tuples, back into tuples."""
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
 _FILES = {

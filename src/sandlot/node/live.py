@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from sandlot import asgi
-from sandlot.api import Info, SandboxSpec, Target
+from sandlot.api import Info, Run, SandboxSpec, Target
 from sandlot.drivers.base import Box, Process
 from sandlot.node.keyed import KeyedRuns
 from sandlot.node.streams import Stream
@@ -137,15 +137,29 @@ class Live:
         self.changing = asyncio.Lock()  # reset, snapshot, fork, pause: one at a time
         self.keyed = KeyedRuns()
         self.spec = spec
-        self.box = box
         self.created_at = created_at
-        self.env = {"PATH": _PATH, "LANG": "C.UTF-8", "HOME": "/root", **spec.env}
+        self.take(box)
         self.ending = False  # somebody is seeing to its end
         self.busy = 0  # calls in progress: while there are any it is not idle
         self.last_used = time.monotonic()
         self.idle_timer: asyncio.TimerHandle | None = None
         self.lifetime_timer: asyncio.TimerHandle | None = None
         self.routes: list[Route] = []
+
+    def take(self, box: Box) -> None:
+        """Its box from now on."""
+        self.box = box
+        self.env = {"PATH": _PATH, "LANG": "C.UTF-8", **box.config.env, **self.spec.env}
+
+    def place(self, run: Run) -> tuple[int, str, dict[str, str]]:
+        """Who runs a command, where, and in what environment: as the run says, else the sandbox, else the image."""
+        config = self.box.config
+        user = run.user if run.user is not None else config.user or 0
+        home = "/root" if user == 0 else "/"  # which is closed to all but its owner
+        if user == config.user and config.home is not None:
+            home = config.home
+        cwd = run.cwd or self.spec.cwd or config.workdir or ("/root" if user == 0 else "/")
+        return user, cwd, {"HOME": home, **self.env, **run.env}
 
     def __enter__(self) -> Live:
         self.busy += 1

@@ -36,6 +36,7 @@ from sandlot.api import (
     Capability,
     Change,
     Ending,
+    ImageConfig,
     ImageInfo,
     Info,
     PoolInfo,
@@ -350,12 +351,7 @@ class Node:
             command.close()
 
     async def _run(self, live: Live, run: Run, same: str = "") -> RunResult:
-        env = {**live.env, **run.env}
-        if run.user != 0 and env["HOME"] == "/root":
-            env["HOME"] = "/"  # as for any numeric user without an entry in /etc/passwd
-        cwd = run.cwd
-        if cwd is None:  # /root, where nobody named another, is closed to all but its owner
-            cwd = live.spec.cwd if run.user == 0 or "cwd" in live.spec.model_fields_set else "/"
+        user, cwd, env = live.place(run)
         box = live.box
         theirs: list[int] = []
         streams: list[Stream] = []
@@ -373,7 +369,7 @@ class Node:
             about = About(run.key, same, run.argv[0], cwd, clock(), run.timeout, cap)
             hold = Hold((out.pipe, out.log, err.pipe, err.log), about.write()) if self._grace else None
             async with deadline(STEP_SECONDS, f"starting {run.argv[0]} in sandbox {live.id}"):
-                process = await box.spawn(Spawn(run.argv, env, cwd, run.user), stdin, theirs[0], theirs[1], hold)
+                process = await box.spawn(Spawn(run.argv, env, cwd, user), stdin, theirs[0], theirs[1], hold)
         except BaseException:
             for stream in streams:
                 stream.close()
@@ -463,7 +459,8 @@ class Node:
             await box.destroy(Ending.EXIT)
             raise self._ended_error(live.id)
         old, routes = live.box, live.routes
-        live.box, live.routes, live.spec, live.generation = box, [], spec, generation
+        live.routes, live.spec, live.generation = [], spec, generation
+        live.take(box)
         box.death.add_done_callback(partial(self._died, live, box))
         for route in routes:
             route.served.close()
@@ -477,14 +474,15 @@ class Node:
             live.routes.append(Route(route.port, route.target, served))
         return live.info()
 
-    async def snapshot(self, sandbox_id: str, name: str) -> ImageInfo:
+    async def snapshot(self, sandbox_id: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
         live = self._running(sandbox_id)
         with live:
-            return await self._snapshot(live, name)
+            return await self._snapshot(live, name, config)
 
-    async def _snapshot(self, live: Live, name: str | None) -> ImageInfo:
+    async def _snapshot(self, live: Live, name: str | None, config: ImageConfig | None = None) -> ImageInfo:
         async with live.changing, deadline(COPY_SECONDS, f"copying the files of sandbox {live.id}"):
-            return await self._step(live, f"snapshot sandbox {live.id}", self.driver.snapshot(live.box, name))
+            work = self.driver.snapshot(live.box, name, config)
+            return await self._step(live, f"snapshot sandbox {live.id}", work)
 
     async def fork(self, sandbox_id: str, count: int = 1) -> list[Info]:
         if not 0 < count <= MOST_FORKS:

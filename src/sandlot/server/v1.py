@@ -18,6 +18,7 @@ from sandlot.api import (
     Capability,
     Change,
     Ending,
+    ImageConfig,
     ImageInfo,
     Info,
     NodeAPI,
@@ -111,10 +112,13 @@ async def reset(
 
 @router.post("/sandboxes/{sandbox_id}/snapshot", status_code=201, response_model=ImageInfo)
 async def snapshot(
-    node: Node, sandbox_id: Id, name: Annotated[str, Body(embed=True, description="of the new image")]
+    node: Node,
+    sandbox_id: Id,
+    name: Annotated[str, Body(embed=True, description="of the new image")],
+    config: Annotated[ImageConfig | None, Body(embed=True, description="null: its image's")] = None,
 ) -> Response:
     """Make an image of its files as they are now."""
-    return _json(await node.snapshot(sandbox_id, name), 201)
+    return _json(await node.snapshot(sandbox_id, name, config), 201)
 
 
 @router.post("/sandboxes/{sandbox_id}/fork", status_code=201, response_model=list[Info])

@@ -6,6 +6,7 @@
 3. A paused sandbox says so and runs nothing until it is resumed.
 4. A warm pool hands out boxes that answer, with the limits that were asked for, and is refilled; others are made anew.
 5. A run with a key is started once, goes on when its caller goes away, and answers whoever asks again.
+6. An image says as whom, where and in what environment commands run; the sandbox and the run may say otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from sandlot.api import Ending, Limits, Message, Run, SandboxSpec, Scope, Warm
+from sandlot.api import Ending, ImageConfig, Limits, Message, Run, SandboxSpec, Scope, Warm
 from sandlot.drivers.native.box import NativeBox
 from sandlot.errors import Conflict, InvalidRequest, NotFound, Unsupported
 from sandlot.node.node import Node, local_node
@@ -339,3 +340,25 @@ async def test_a_cancelled_fork_leaves_nothing(node: Node, tmp_path: Path) -> No
     assert node._forks == {}
     await node.close()
     assert list((tmp_path / "images/layers").iterdir()) == []
+
+
+async def test_an_image_says_how_its_commands_run_unless_the_sandbox_or_the_run_does(node: Node) -> None:
+    maker = (await node.create(SandboxSpec())).id
+    await node.run(maker, sh("mkdir -m 755 /work; mkdir -m 755 /home/dev"))
+    config = ImageConfig(env={"A": "image", "B": "image", "C": "image"}, workdir="/work", user=1000, home="/home/dev")
+    made = await node.snapshot(maker, "tool", config)
+    assert made.config == config
+    info = await node.create(SandboxSpec(image="tool", env={"B": "sandbox", "C": "sandbox"}))
+    box = info.id
+    user = 1000 if not any(loss.startswith("user:") for loss in info.losses) else 0
+    told = await node.run(box, sh("echo $A $B $C $HOME $(pwd) $(id -u)", env={"C": "run"}))
+    home = "/home/dev" if user else "/root"
+    assert told.stdout == f"image sandbox run {home} /work {user}\n"
+    told = await node.run(box, sh("echo $HOME $(pwd) $(id -u)", user=0, cwd="/tmp"))
+    assert told.stdout == "/root /tmp 0\n"
+    again = (await node.snapshot(box, "tool-again")).config
+    assert again.env["A"] == "image" and again.workdir == "/work"  # what is made from it says the same
+    await node.reset(box, "host")
+    assert (await node.run(box, sh("echo $A $(pwd) $(id -u)"))).stdout == "/root 0\n"
+    for name in ("tool", "tool-again"):
+        await node.delete_image(name)

@@ -14,13 +14,13 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sandlot.aio import deadline, shielded
-from sandlot.api import Change, Ending, SandboxSpec, Stats
+from sandlot.api import Change, Ending, ImageConfig, SandboxSpec, Stats
 from sandlot.drivers.base import Adopted, Death, Exit, Hold, Keeping, Spawn
 from sandlot.drivers.images import Image
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups, RunGroup
@@ -147,6 +147,11 @@ class NativeBox:
     def root_id(self) -> int:
         """The host id that root inside is."""
         return os.geteuid() if self._base is None else self._base
+
+    @property
+    def config(self) -> ImageConfig:
+        config = self.image.config
+        return config if self._many_ids or not config.user else config.model_copy(update={"user": None, "home": None})
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -427,7 +432,7 @@ class NativeBox:
                 pid=self._pid,
                 base=self._base,
                 many=self._many_ids,
-                image=asdict(self.image),
+                image=self.image.facts(),
                 cgroups=self.group.facts(),
                 losses=(),
                 mounts=plan.mount_points,
@@ -488,7 +493,7 @@ class NativeBox:
     @classmethod
     async def adopted(cls, facts: dict[str, Any], record: Record, cgroups: Cgroups) -> Adopted:
         """A box whose node has died. Raises OSError, HostFault when it dies meanwhile."""
-        image = Image(**{name: _tuples(value) for name, value in facts["image"].items()})
+        image = Image.restored(facts["image"])
         box = cls(facts["id"], image, BoxGroup.restored(facts["cgroups"]), cgroups, record=record)
         found = Adopted(box, facts["note"], [], [])
         try:
@@ -698,11 +703,6 @@ class NativeBox:
         if self._record is not None:
             # Not before its owner has written down how it ended: a node killed in between would know nothing of it.
             self._loop.call_soon(self._record.remove)
-
-
-def _tuples(value: Any) -> Any:
-    """Lists, which JSON makes of tuples, back into tuples."""
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
 async def _result(task: asyncio.Task[bytes]) -> bytes:

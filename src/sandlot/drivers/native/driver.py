@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sandlot.aio import deadline, shielded
-from sandlot.api import Capability, Ending, ImageInfo, SandboxSpec, Volume
+from sandlot.api import Capability, Ending, ImageConfig, ImageInfo, SandboxSpec, Volume
 from sandlot.drivers import layers
 from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Keeping, Remains, Spawn
 from sandlot.drivers.images import Image, Images
@@ -186,7 +186,7 @@ class NativeDriver:
                     plan = self.planner(spec, image, replace(self._host, disk=files is not None))
                     await box.start(Start(self._helper.runnable(), plan, files, tuple(locks), keeping))
                 self._learn(box)
-                box.lose(losses(self._facts_of(named), spec) + refused)
+                box.lose(losses(self._facts_of(named), spec, image.config) + refused)
             except BaseException:
                 await shielded(box.destroy(Ending.START_FAILED))
                 raise
@@ -213,7 +213,7 @@ class NativeDriver:
         snapshot = self._layers.find(name)
         base = self._images.resolve(snapshot.info.base)
         paths = tuple(str(self._layers.layer_path(layer)) for layer in snapshot.layers)
-        return replace(base, name=name, layers=paths), snapshot
+        return replace(base, name=name, layers=paths, config=snapshot.info.config), snapshot
 
     async def _disk(self, spec: SandboxSpec, named: frozenset[str], box: NativeBox) -> int | None:
         """A file system for a box that is to hold more files than fit in its memory, where they are otherwise."""
@@ -258,7 +258,7 @@ class NativeDriver:
         async with deadline(CLAIM_SECONDS, f"claiming the parked box {box.id}"):
             self.cgroups.set(box.group, spec.limits)
             refused = self._check_kept(spec, named, box.group)
-            await box.claim(spec, keeping, losses(self.facts, spec) + refused)
+            await box.claim(spec, keeping, losses(self.facts, spec, image.config) + refused)
 
     # -- adoption -------------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class NativeDriver:
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
-    async def snapshot(self, box: Box, name: str | None) -> ImageInfo:
+    async def snapshot(self, box: Box, name: str | None, config: ImageConfig | None = None) -> ImageInfo:
         assert isinstance(box, NativeBox)
         if name is not None:
             layers.check_name(name)
@@ -326,6 +326,7 @@ class NativeDriver:
                 bytes=copied.bytes + sum(each.bytes for each in older),
                 files=copied.files + sum(each.files for each in older),
                 layers=len(kept),
+                config=config or box.image.config,
             )
             layer.downgrade()
             await shielded(asyncio.to_thread(self._layers.name, info, kept))  # it waits for the disk

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sandlot.api import Capability, SandboxSpec
+from sandlot.api import NO_CONFIG, Capability, ImageConfig, SandboxSpec
 
 # Which controller keeps which limits of a spec, and under which promise.
 LIMITED_BY = {
@@ -126,8 +126,9 @@ def promises(facts: Facts) -> list[Capability]:
     return lines
 
 
-def losses(facts: Facts, spec: SandboxSpec) -> tuple[str, ...]:
-    """What a box made from `spec` does not get, as `Info.losses` says it: "promise: what is the case"."""
+def losses(facts: Facts, spec: SandboxSpec, config: ImageConfig = NO_CONFIG) -> tuple[str, ...]:
+    """What a box made from `spec` and an image of that `config` does not get, as `Info.losses` says it: "promise: what
+    is the case"."""
     refused = ("disk beyond memory",)  # never a loss of a box that exists
     found = [
         f"{line.name}: {line.found}" for line in promises(facts) if line.state == "loss" and line.name not in refused
@@ -143,4 +144,6 @@ def losses(facts: Facts, spec: SandboxSpec) -> tuple[str, ...]:
             )
     if not facts.restricts_below and any(volume.read_only for volume in spec.volumes):
         found.append("files: what is mounted below a read-only volume can be written (Linux before 5.12)")
+    if config.user and facts.ids == "one":
+        found.append(f"user: the image's user is {config.user}, and commands run as 0, the only one that there is")
     return tuple(found)
