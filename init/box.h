@@ -70,6 +70,7 @@ struct plan {
 	int limit_count;
 	uint64_t caps;
 	uint32_t setuid;
+	uint32_t host_network; /* 1: no network namespace is made */
 	uint64_t lifetime_ms; /* 0: none */
 	struct sock_fprog filter;
 	int slots[SLOTS_MAX]; /* trees: those passed, then those made by STEP_CLONE */
@@ -125,6 +126,8 @@ int open_inside(const struct message *message, struct child *out);
 /* tree.c: fork a child that copies the upper directory, or lists it, and answers by itself. 0 and *out, or an errno. */
 int copy_upper(const struct message *message, int upper, struct child *out);
 int list_upper(const struct message *message, int upper, struct child *out);
+/* unpack.c: fork a child that unpacks a tar, and answers by itself. 0 and *out, or an errno. */
+int unpack_inside(const struct message *message, struct child *out);
 /* listen.c: a socket inside the box's network. A descriptor, or -1 with errno. */
 int listen_inside(uint32_t port);
 int connect_inside(uint32_t port);

@@ -77,6 +77,7 @@ static void parse_plan(struct message *message)
 		case FIELD_HOST_ID: bad = field_u32(&field, &plan.host_id); break;
 		case FIELD_CAPS: bad = field_u64(&field, &plan.caps); break;
 		case FIELD_SETUID: bad = field_u32(&field, &plan.setuid); break;
+		case FIELD_NETWORK: bad = field_u32(&field, &plan.host_network); break;
 		case FIELD_LIFETIME: bad = field_u64(&field, &plan.lifetime_ms); break;
 		case FIELD_STEP: parse_step(&field); break;
 		case FIELD_JOIN:
@@ -260,6 +261,8 @@ int main(void)
 
 	protect();
 	int made = limit_namespace();
+	if (plan.host_network)
+		made |= CLONE_NEWNET; /* by somebody else */
 
 	/* clone, not unshare: a pid namespace holds children only. CLONE_PARENT makes the new PID 1 the node's child,
 	 * so that this process can leave and costs no memory. */

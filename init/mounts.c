@@ -54,12 +54,13 @@ static void make_parents(const char *target)
 	}
 }
 
-/* A mount point of the same kind as what is mounted on it. */
+/* A mount point of the same kind as what is mounted on it. A link is one as it stands, wherever it may lead: move_mount
+ * does not follow it either. */
 static void make_target(int tree, const char *target)
 {
 	struct stat what;
 
-	if (access(target, F_OK) == 0)
+	if (lstat(target, &what) == 0)
 		return;
 	if (fstat(tree, &what) < 0)
 		die(errno, "stat", target);

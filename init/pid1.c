@@ -302,6 +302,7 @@ static void start_request(struct message *message, const struct plan *plan)
 	case FRAME_SPAWN: error = spawn(message, plan, &child); break;
 	case FRAME_COPY: error = copy_upper(message, plan->upper, &child); break;
 	case FRAME_LIST: error = list_upper(message, plan->upper, &child); break;
+	case FRAME_UNPACK: error = unpack_inside(message, &child); break;
 	default: error = open_inside(message, &child);
 	}
 	if (!error && (error = remember(child))) {
@@ -368,6 +369,7 @@ static void serve(struct message *message, struct plan *plan, uint64_t *end)
 	case FRAME_SPAWN:
 	case FRAME_COPY:
 	case FRAME_LIST:
+	case FRAME_UNPACK:
 	case FRAME_OPEN: start_request(message, plan); break;
 	case FRAME_KILL: kill_request(message); break;
 	case FRAME_RELEASE: release_request(message); break;

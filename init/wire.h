@@ -20,6 +20,7 @@ enum frame {
 	FRAME_LIST = 11,   /* list it */
 	FRAME_CLAIM = 12,  /* a parked box gets its lifetime and grace */
 	FRAME_DISK = 13,   /* how much the file system of the upper directory holds */
+	FRAME_UNPACK = 14, /* unpack a tar that comes through a passed pipe */
 	/* box to node */
 	FRAME_PID = 100,
 	FRAME_READY = 101,
@@ -54,6 +55,7 @@ enum field {
 	FIELD_GRACE = 22,  /* u64 milliseconds that the box outlives its node */
 	FIELD_HOLD = 23,   /* u32: how many of the last descriptors PID 1 keeps until RELEASE; of LISTEN: 1 keeps the listener */
 	FIELD_NOTE = 24,   /* string: the node's own, told again with HELD */
+	FIELD_NETWORK = 25, /* u32: 1 leaves the box in the node's own network namespace */
 	/* answers */
 	FIELD_ERRNO = 30,  /* u32 */
 	FIELD_WORDS = 31,  /* string: which step failed, on what, and what that means here */

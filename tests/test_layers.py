@@ -31,6 +31,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "sync": (*BASE, "sandbox"),
     "envs": (*CUSTOMER, "envs", "gateway.engine"),
     "gateway": (*CUSTOMER, "gateway"),
+    "build": (*CUSTOMER, "build"),
     "server": (*CUSTOMER, "asgi", "node", "drivers", "envs", "gateway", "server"),
     "rl.types": (*BASE, "gateway"),
     "rl.engines": (*BASE, "gateway", "rl.types", "rl.engines"),

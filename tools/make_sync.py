@@ -27,7 +27,7 @@ import atexit
 import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, Profile, RunResult, Stats, Target, Volume
 from sandlot.sandbox import Sandbox

@@ -144,6 +144,11 @@ class SandboxSpec(Model):
     volumes: tuple[Volume, ...] = ()
     labels: dict[str, str] = Field(default_factory=dict)
     profile: Profile = Profile.DEFAULT
+    network: Literal["none", "host"] = Field(
+        default="none",
+        description="`host`: this machine's own, its loopback addresses and abstract sockets too, for installing what "
+        "an image needs; no port can be routed then. A server refuses it without `--allow-network host`",
+    )
     setuid: bool = Field(default=False, description="let setuid programs gain ids inside (turns no_new_privs off)")
     nested: bool = Field(
         default=False, description="allow user namespaces and mounts inside, for sandboxes in sandboxes"
@@ -372,6 +377,13 @@ class NodeAPI(Protocol):
         """Make or replace a file inside; missing parents are made."""
         ...
 
+    async def upload(self, sandbox_id: str, path: str, tar: AsyncIterator[bytes], user: int = 0) -> None:
+        """Unpack a tar (uncompressed; files, directories, links) below the directory `path`, which is made if it is
+        missing. What is made belongs to `user`. Files are replaced, directories are added to; nothing of the tar is
+        written elsewhere, and files from before an error stay. Raises InvalidRequest (the tar, no room),
+        Conflict (a directory is where a file is to be)."""
+        ...
+
     async def route(self, sandbox_id: str, port: int, target: Target) -> None:
         """Serve `target` on 127.0.0.1:port inside the sandbox, which needs no network for it. Raises Conflict."""
         ...
@@ -404,6 +416,15 @@ class NodeAPI(Protocol):
 
     async def images(self) -> list[ImageInfo]:
         """The snapshots that can be started from."""
+        ...
+
+    async def image_info(self, name: str) -> ImageInfo:
+        """One image, a build's hidden step too. Raises NotFound."""
+        ...
+
+    async def tag_image(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
+        """Give what a build made its name: a `built` image of the same layers, with a config of its own (None: the
+        same). It takes the place of a built one of that name. Raises NotFound, Conflict (any other has the name)."""
         ...
 
     async def delete_image(self, name: str) -> None:

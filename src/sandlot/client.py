@@ -149,6 +149,14 @@ class HttpNode:
     async def images(self) -> list[ImageInfo]:
         return await self._call("GET", "/v1/images", _IMAGES, "listing images")
 
+    async def image_info(self, name: str) -> ImageInfo:
+        return await self._call("GET", "/v1/image", _IMAGE, f"asking about the image {name}", params={"name": name})
+
+    async def tag_image(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
+        path = f"/v1/images/{quote(image, safe='')}/tag"
+        content = json.dumps({"name": name, "config": config.model_dump() if config else None})
+        return await self._call("POST", path, _IMAGE, f"naming the image {name}", _COPY_SECONDS, content=content)
+
     async def delete_image(self, name: str) -> None:
         await self._send("DELETE", f"/v1/images/{quote(name, safe='')}", f"deleting {name}", _COPY_SECONDS)
 
@@ -204,6 +212,17 @@ class HttpNode:
             params={"path": path, "mode": mode},
             content=data,
             headers={"Content-Type": "application/octet-stream"},
+        )
+
+    async def upload(self, sandbox_id: str, path: str, tar: AsyncIterator[bytes], user: int = 0) -> None:
+        await self._send(
+            "PUT",
+            _path(sandbox_id, "tree"),
+            f"unpacking files at {path} of {sandbox_id}",
+            _COPY_SECONDS,
+            params={"path": path, "user": user},
+            content=tar,
+            headers={"Content-Type": "application/x-tar"},
         )
 
     async def route(self, sandbox_id: str, port: int, target: Target) -> None:

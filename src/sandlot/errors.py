@@ -13,6 +13,7 @@ Sandlot was broken or that the caller asked for something that cannot be had.
     ├── Unsupported        422 unsupported    this host cannot keep what was asked for by name
     ├── StartFailed        500 start_failed   a sandbox could not be made; the step and errno are named
     ├── HostFault          507 host_fault     disk full, out of descriptors, a dead helper: the host's trouble
+    ├── BuildFailed        422 build          a command of a build failed
     ├── DeadlineExceeded   504 deadline       a named wait ran out
     ├── Unreachable        503 unreachable    no server answers at that address
     └── TrainingFault      500 training       engine and trainer disagree, NaN, a dead part: the run must stop
@@ -128,6 +129,13 @@ def host_fault(error: OSError, doing: str) -> HostFault:
         errno.ENOMEM: "fewer sandboxes, or smaller ones, fit this host",
     }.get(error.errno or 0)
     return HostFault(f"could not {doing}: {os.strerror(error.errno) if error.errno else error}", hint)
+
+
+class BuildFailed(SandlotError):
+    """A command of an image's build failed; the message names its line and holds the end of its output."""
+
+    code = "build"
+    status = 422
 
 
 class DeadlineExceeded(SandlotError):

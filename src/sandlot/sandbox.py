@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -52,6 +52,7 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         hostname: str | None = None,
+        network: Literal["none", "host"] | None = None,
         profile: Profile | str | None = None,
         limits: Limits | Mapping[str, Any] | None = None,
         volumes: Sequence[Volume | Mapping[str, Any]] | None = None,
@@ -74,6 +75,7 @@ class Sandbox:
             "env": env,
             "cwd": cwd,
             "hostname": hostname,
+            "network": network,
             "profile": profile,
             "limits": limits,
             "volumes": volumes,

@@ -12,7 +12,7 @@ import atexit
 import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, Profile, RunResult, Stats, Target, Volume
 from sandlot.sandbox import Sandbox
@@ -91,6 +91,7 @@ class SyncSandbox:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         hostname: str | None = None,
+        network: Literal["none", "host"] | None = None,
         profile: Profile | str | None = None,
         limits: Limits | Mapping[str, Any] | None = None,
         volumes: Sequence[Volume | Mapping[str, Any]] | None = None,
@@ -114,6 +115,7 @@ class SyncSandbox:
                 env=env,
                 cwd=cwd,
                 hostname=hostname,
+                network=network,
                 profile=profile,
                 limits=limits,
                 volumes=volumes,

@@ -1,6 +1,6 @@
 """Attack: have an archive extracted inside that names files by absolute paths and through `..`, goes through symbolic
-links and a hard link to one, holds devices, or unpacks to more than there is room for. Written in as an upload would
-be, extracted there by GNU tar and by Python's tarfile, both told to trust it.
+links and a hard link to one, holds devices, or unpacks to more than there is room for. Written in and extracted there
+by GNU tar and by Python's tarfile, both told to trust it; and unpacked by `upload`, which trusts none.
 
 Must hold: nothing outside the box is written, no device is made, a bomb ends at the disk limit, the box goes on.
 """
@@ -12,11 +12,14 @@ import io
 import os
 import subprocess
 import tarfile
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from sandlot.api import Limits, Volume
+from sandlot.errors import InvalidRequest, SandlotError
 from sandlot.sandbox import Sandbox
 from tests.support.hostile import PYTHON, Arena
 
@@ -90,6 +93,34 @@ async def test_no_way_in_an_archive_leads_out(arena: Arena, victim: Path) -> Non
         assert not attacked(victim), extractor
         assert await box.read_file(f"{victim}/absolute") == b"attacked", extractor  # it is there: inside
         assert await box.read_file(f"{victim}/dots") == b"attacked", extractor
+
+
+async def bits(data: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), 1 << 20):
+        yield data[at : at + (1 << 20)]
+
+
+async def test_no_way_in_an_upload_leads_out_of_its_directory(arena: Arena, victim: Path) -> None:
+    box = await arena.box()
+    with tarfile.open(fileobj=io.BytesIO(leading_out(victim))) as whole:
+        ways = [(info.name, info.type, info.linkname, b"attacked" * bool(info.size)) for info in whole]
+    # A refusal ends an upload, so each way is also tried alone.
+    for members in (ways, ways[:1], ways[1:2], ways[2:4], ways[4:6], ways[4:]):
+        with suppress(SandlotError):
+            await arena.node.upload(box.id, "/root/in", bits(archive(*members)))
+    assert not attacked(victim)
+    assert (await box.run(f"find / -xdev -newer /etc/hostname -name hard -o -path '{victim}/*'")).stdout == ""
+    assert await box.read_file(f"/root/in{victim}/absolute") == b"attacked"  # below its directory, like all
+
+
+async def test_an_upload_brings_no_device_and_ends_at_the_disk_limit(arena: Arena, bomb: bytes) -> None:
+    box = await arena.box()
+    with pytest.raises(InvalidRequest, match="neither a file, a directory nor a link"):
+        await arena.node.upload(box.id, "/root/in", bits(DEVICES))
+    with pytest.raises(InvalidRequest, match="disk is full"):
+        await arena.node.upload(box.id, "/root/in", bits(gzip.decompress(bomb)))
+    assert (await box.run("find in -type c -o -type b -o -type p")).stdout == ""
+    assert (await box.run("echo lives > file; cat file")).stdout == "lives\n"
 
 
 @pytest.mark.control

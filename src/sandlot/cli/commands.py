@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("sandlot.cli.train:train", "Train an agent by a recipe."),
     "show": ("sandlot.cli.show:show", "Show a training run: its table and its curve."),
     "serve": ("sandlot.cli.serve:serve", "Serve sandboxes of this host over HTTP."),
+    "image build": ("sandlot.cli.build:build", "Build an image from a recipe or a Dockerfile."),
     "image": ("sandlot.cli.image:image", "List, delete or export images that were made from sandboxes."),
     "doctor": ("sandlot.cli.doctor:doctor", "Say what this host can and cannot do, and what fixes it."),
     "version": ("sandlot.cli.commands:version", "Print the version."),
@@ -41,6 +42,8 @@ def _print_version(asked: bool) -> None:
 
 def run(words: list[str]) -> int:
     """The exit status of the command that `words` call."""
+    if " ".join(words[:2]) in COMMANDS:  # one of two words
+        words = [" ".join(words[:2]), *words[2:]]
     # No option of `sandlot` itself takes a value, so the first word that is not an option is the command.
     called = next((word for word in words if not word.startswith("-")), None)
     try:

@@ -45,6 +45,17 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def begun(text: str) -> None:
+    """What is being done, for who watches a terminal: its line is written again by `done`."""
+    if sys.stderr.isatty():
+        print(f"{text} …", end="", file=sys.stderr, flush=True)
+
+
+def done(text: str) -> None:
+    """A line about what was done."""
+    note(f"\r{text}" if sys.stderr.isatty() else text)
+
+
 def error(message: str, hint: str | None = None) -> None:
     """What went wrong, and what to do about it."""
     print(f"{painted('error:', _RED, sys.stderr)} {message}", file=sys.stderr)

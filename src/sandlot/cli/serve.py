@@ -12,7 +12,7 @@ import errno
 import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -43,6 +43,9 @@ def serve(
             "whole only, and what they write there belongs to the server's user, programs too. May be repeated.",
         ),
     ] = None,
+    allow_network: Annotated[
+        Literal["none", "host"], typer.Option(help="`host` lets callers make sandboxes with this host's network.")
+    ] = "none",
     orphan_grace: Annotated[
         float,
         typer.Option(
@@ -73,7 +76,8 @@ def serve(
         )
     allowed = AllowedVolumes.named(allow_volumes or ())
     kept = tuple(_warm(words) for words in warm or ())
-    work = _serve(host, port, api_key, allowed, state_dir, orphan_grace, kept)
+    networks = frozenset({"none", allow_network})
+    work = _serve(host, port, api_key, allowed, networks, state_dir, orphan_grace, kept)
     try:
         return interrupt.run(work, interrupt.fast_loop())
     except interrupt.Interrupted as told:
@@ -95,6 +99,7 @@ async def _serve(
     port: int,
     api_key: str | None,
     allowed: AllowedVolumes,
+    networks: frozenset[str],
     state_dir: Path | None,
     orphan_grace: float,
     warm: tuple[Warm, ...],
@@ -108,7 +113,7 @@ async def _serve(
         name = f"{host} {listener.getsockname()[1]}"
         node = await open_node(state_dir=state_dir, name=name, orphan_grace=orphan_grace, warm=warm)
         try:
-            served = await asgi.serve(listener, create_app(node, api_key, allowed))
+            served = await asgi.serve(listener, create_app(node, api_key, allowed, networks))
             shown = f"[{host}]" if ":" in host else host
             say.out(f"listening on http://{shown}:{listener.getsockname()[1]}")
             try:

@@ -117,6 +117,13 @@ class Box(Protocol):
         directories. Raises OSError with the errno from inside. The caller owns it."""
         ...
 
+    async def unpack(self, path: str, source: int, user: int = 0) -> None:
+        """Unpack the tar that is read from the pipe `source`, to its end, as `NodeAPI.upload` says. Raises OSError with
+        the errno from inside and the path that it is about: EBADMSG (no tar, or half of one), ENOTSUP (an entry that is
+        neither file, directory nor link), EINVAL (a `..`). The caller owns the descriptor; cancelled, nothing more is
+        written."""
+        ...
+
     async def stats(self) -> Stats:
         """What it uses now."""
         ...
@@ -187,6 +194,14 @@ class Driver(Protocol):
         ...
 
     async def images(self) -> list[ImageInfo]: ...
+
+    async def image(self, name: str) -> ImageInfo:
+        """One image, those that are not listed too. Raises NotFound."""
+        ...
+
+    async def tag(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
+        """Another name for the same layers, as `NodeAPI.tag_image` says."""
+        ...
 
     async def forget(self, image: str) -> None:
         """Delete a snapshot; boxes made from it live on. Raises NotFound, Conflict (it cannot be deleted)."""

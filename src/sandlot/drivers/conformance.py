@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import secrets
 import signal
+import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -521,6 +523,73 @@ async def check_disk_limit_holds(driver: Driver) -> None:
         assert ended.code != 0
         assert b"No space" in err, err
         assert await output(box, "echo", "fine") == "fine\n"
+
+
+def _tar(*entries: tuple[str, bytes | None], **more: str) -> bytes:
+    """Files, directories (None), and links."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, data in entries:
+            info = tarfile.TarInfo(name)
+            info.mode = 0o751
+            info.type = tarfile.DIRTYPE if data is None else tarfile.REGTYPE
+            info.size = len(data or b"")
+            tar.addfile(info, io.BytesIO(data or b""))
+        for name, target in more.items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = tarfile.SYMTYPE, target
+            tar.addfile(info)
+    return packed.getvalue()
+
+
+async def _unpacked(box: Box, path: str, tar: bytes) -> None:
+    read, write = os.pipe2(os.O_CLOEXEC)
+    os.write(write, tar)  # at most a pipe full
+    os.close(write)
+    try:
+        async with deadline(_STEP, f"unpacking at {path}"):
+            await box.unpack(path, read)
+        os.fstat(read)  # still ours
+    finally:
+        os.close(read)
+
+
+@_check()
+async def check_a_tar_is_unpacked(driver: Driver) -> None:
+    """A tar becomes files and directories below a path, over what is there; half a tar, no tar and `..` are errors."""
+    async with a_box(driver) as box:
+        await _unpacked(box, "/root/new/tree", _tar(("d", None), ("d/f", b"one"), ("g", b"two")))
+        assert await output(box, "cat", "/root/new/tree/d/f", "/root/new/tree/g") == "onetwo"
+        await _unpacked(box, "/root/new/tree", _tar(("g", b"three")))
+        assert await output(box, "cat", "/root/new/tree/d/f", "/root/new/tree/g") == "onethree"
+        whole = _tar(("f", bytes(5000)))
+        for tar, number in (
+            (whole[:2000], errno.EBADMSG),
+            (b"x" * 2000, errno.EBADMSG),
+            (_tar(("../f", b"x")), errno.EINVAL),
+        ):
+            try:
+                await _unpacked(box, "/root/bad", tar)
+            except OSError as error:
+                assert error.errno == number, error
+            else:
+                raise AssertionError(f"{tar[:20]!r} was unpacked")
+
+
+@_check("kernel")
+async def check_a_tar_leads_nowhere_else(driver: Driver) -> None:
+    """Modes and links are as in the tar; what goes through a link that the tar brings, is not."""
+    async with a_box(driver) as box:
+        await _unpacked(box, "/root/t", _tar(("d", None), ("f", b"#!/bin/sh\necho ran"), link="d/inside"))
+        assert await output(box, "stat", "-c", "%a %u %N", "/root/t/d", "/root/t/f", "/root/t/link") == (
+            "751 0 '/root/t/d'\n751 0 '/root/t/f'\n777 0 '/root/t/link' -> 'd/inside'\n"
+        )
+        assert await output(box, "/root/t/f") == "ran\n"
+        through = _tar(("out/f", b"x"))
+        tar = _tar(out="/etc")[:512] + through  # the link first, then a file through it
+        with suppress(OSError):  # or the link cannot be made where the directory is
+            await _unpacked(box, "/root/u", tar)
+        await _fails(box, "/etc/f", os.O_RDONLY, errno.ENOENT)
 
 
 @_check()

@@ -29,7 +29,7 @@ from typing import Literal, TypeVar
 
 from sandlot.api import NO_CONFIG, Capability, Change, Ending, ImageConfig, ImageInfo, SandboxSpec, Stats
 from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Exit, Hold, Keeping, Remains, Spawn
-from sandlot.drivers.layers import FORK, check_name
+from sandlot.drivers.layers import FORK, HIDDEN, check_name
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded
 
 T = TypeVar("T")
@@ -245,6 +245,18 @@ class FakeBox:
         # Opened anew through /proc, so that each descriptor has an offset and flags of its own.
         return os.open(f"/proc/self/fd/{self._files[path]}", (flags & ~(os.O_CREAT | os.O_EXCL)) | os.O_CLOEXEC)
 
+    async def unpack(self, path: str, source: int, user: int = 0) -> None:
+        self._check_alive()
+        for name, data in await asyncio.to_thread(_read_tar, os.dup(source), path):
+            if data is None:
+                self._directories.update((name, *map(str, PurePosixPath(name).parents)))
+                continue
+            fd = await self.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, parents=True)
+            try:
+                os.write(fd, data)
+            finally:
+                os.close(fd)
+
     async def stats(self) -> Stats:
         self._check_alive()
         sizes = [os.fstat(fd).st_size for fd in self._files.values()]
@@ -389,7 +401,24 @@ class FakeDriver:
         return info
 
     async def images(self) -> list[ImageInfo]:
-        return [info for info, _ in self._snapshots.values() if not info.name.startswith(FORK)]
+        return [info for info, _ in self._snapshots.values() if not info.name.startswith(HIDDEN)]
+
+    async def image(self, name: str) -> ImageInfo:
+        if name == "host":
+            return ImageInfo(name=name, base=name, created_at=0.0)
+        if name not in self._snapshots:
+            raise NotFound(f"there is no image {name}", "the image of a fake box is `host`, or a snapshot")
+        return self._snapshots[name][0]
+
+    async def tag(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
+        check_name(name)
+        found = await self.image(image)
+        if name in self._snapshots and self._snapshots[name][0].kind != "built":
+            raise Conflict(f"there is an image {name} already")
+        made = {"name": name, "kind": "built", "created_at": time.time(), "config": config or found.config}
+        info = found.model_copy(update=made)
+        self._snapshots[name] = info, self._snapshots[image][1]
+        return info
 
     async def forget(self, image: str) -> None:
         if self._snapshots.pop(image, None) is None:
@@ -415,6 +444,26 @@ class FakeDriver:
 
 
 _LOSSES = [Capability(name="isolation", state="loss", found="a fake box isolates nothing", fix="use the native driver")]
+
+
+def _read_tar(source: int, top: str) -> list[tuple[str, bytes | None]]:
+    """The files of a tar, and its directories (None). Blocks; closes the descriptor. Raises OSError."""
+    found: list[tuple[str, bytes | None]] = [(posixpath.normpath(top), None)]
+    with os.fdopen(source, "rb") as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r|") as tar:
+                for info in tar:
+                    if ".." in info.name.split("/"):
+                        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), info.name)
+                    if not info.isdir() and not info.isreg():  # no links in memory
+                        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), info.name)
+                    data = tar.extractfile(info)
+                    found.append((posixpath.normpath(f"{top}/{info.name}"), data.read() if data else None))
+        except tarfile.TarError:
+            raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), top) from None
+        while file.read(1 << 16):
+            pass
+    return found
 
 
 def _write_tar(files: Mapping[str, bytes], out: int) -> None:

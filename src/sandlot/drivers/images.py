@@ -28,6 +28,7 @@ class Image:
     root: str
     binds: tuple[tuple[str, str], ...] = ()
     directories: tuple[tuple[str, int], ...] = ()
+    networked: tuple[tuple[str, str], ...] = ()  # as `binds`, for boxes that have the host's network
     layers: tuple[str, ...] = ()  # what boxes wrote over `root`, one over the other, the last on top
     config: ImageConfig = NO_CONFIG
 
@@ -50,7 +51,7 @@ _FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     "etc/group": "root:x:0:\ntty:x:5:\nnogroup:x:65534:\n",
     "etc/hosts": "127.0.0.1 localhost sandlot\n",
-    "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
     "etc/resolv.conf": "",
     "etc/profile": "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nexport PATH\n",
 }
@@ -69,6 +70,8 @@ _DIRECTORIES = {
 }
 # Host files that programs of the host's /usr need: the linker's cache, and where `awk`, `editor` and so on lead.
 _COPIES = ("etc/ld.so.cache", "etc/ld.so.conf", "etc/alternatives", "etc/localtime")
+# Whom programs trust on a network. Nothing private is in there.
+_CERTIFICATES = ("/etc/ssl/certs", "/etc/pki/tls/certs", "/etc/pki/ca-trust/extracted")
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
@@ -134,4 +137,5 @@ def _make_host_image(final: Path) -> Image:
         shutil.rmtree(root)
     else:
         root.rename(final)
-    return Image("host", str(final), tuple(binds), tuple(_DIRECTORIES.items()))
+    networked = tuple((path, path) for path in _CERTIFICATES if Path(path).is_dir())
+    return Image("host", str(final), tuple(binds), tuple(_DIRECTORIES.items()), networked)

@@ -36,8 +36,13 @@ MOST_LAYERS = 16
 
 # Images that were given no name begin with this.
 FORK = "fork-"
+# And so do the steps of a build: what follows is a hash of all that made them.
+STEP = "step-"
+# Neither is listed.
+HIDDEN = (FORK, STEP)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+_STEP = re.compile(STEP + r"[0-9a-f]{32}")
 _LAYER = re.compile(r"[0-9a-f]{16}")
 
 # How the files of a container's layer begin that say what is gone from those below it.
@@ -138,7 +143,8 @@ class Layers:
         return locks
 
     def name(self, info: ImageInfo, layers: tuple[str, ...]) -> Snapshot:
-        """Make an image of layers. Raises Conflict when there is one of that name."""
+        """Make an image of layers. Raises Conflict when there is one of that name; but a built one takes the place of
+        an older one, unless that is the same: then it stays."""
         text = json.dumps({"info": info.model_dump(), "layers": layers})
         path = self._directory / f"{info.name}.json"
         unfinished = self._directory / f".{secrets.token_hex(8)}"
@@ -150,6 +156,13 @@ class Layers:
                     os.fsync(file.fileno())  # else a host that loses power may keep the name and lose the text
             os.link(unfinished, path)  # whole or not at all, and never over another
         except FileExistsError:
+            with suppress(NotFound):
+                older = self.find(info.name)
+                if info.kind == older.info.kind == "built":
+                    if older == Snapshot(info.model_copy(update={"created_at": older.info.created_at}), layers):
+                        return older
+                    unfinished.replace(path)
+                    return Snapshot(info, layers)
             raise Conflict(
                 f"there is an image {info.name} already", "choose another name, or delete that one first"
             ) from None
@@ -166,7 +179,8 @@ class Layers:
                 raise FileNotFoundError
             return _read(name, path.read_text())
         except FileNotFoundError:
-            names = ", ".join(f"`{each.info.name}`" for each in self.all()[:10] if not each.info.name.startswith(FORK))
+            shown = [f"`{each.info.name}`" for each in self.all() if not each.info.name.startswith(HIDDEN)]
+            names = ", ".join(shown[:10])
             raise NotFound(
                 f"there is no image {name!r} on this node", f"images that exist: `host`{', ' if names else ''}{names}"
             ) from None
@@ -244,10 +258,11 @@ def _read(name: str, text: str) -> Snapshot:
 
 def check_name(name: str) -> None:
     """Raises InvalidRequest unless it can be an image's name."""
-    if not _NAME.fullmatch(name) or name == "host" or name.startswith(FORK):
+    hidden = name.startswith(HIDDEN) and not _STEP.fullmatch(name)
+    if not _NAME.fullmatch(name) or name == "host" or hidden:
         raise InvalidRequest(
             f"{name!r} cannot be the name of a snapshot",
-            f"use small letters, digits, `.`, `_` and `-`; not `host`, and not `{FORK}…`",
+            f"use small letters, digits, `.`, `_` and `-`; not `host`, and not `{FORK}…` or `{STEP}…`",
         )
 
 

@@ -2,7 +2,11 @@
 
 It owns the descriptors it asks for and closes them. It promises that no path, symlink or device leads out of the box
 or hangs the node: regular files only, opened non-blocking. A write is not atomic: the file is truncated and written in
-place, so a reader inside may see half of it. What does not fit in memory is not for these two calls.
+place, so a reader inside may see half of it. What does not fit in memory is not for `read` and `write`.
+
+A tree comes as a tar, which is passed on as it comes and unpacked inside, by the helper. Through descriptors alone it
+could not be: a root node's ids may make nothing in a box (its file system does not know them), and what the node writes
+counts as the node's memory, not the box's.
 """
 
 from __future__ import annotations
@@ -11,10 +15,12 @@ import asyncio
 import errno
 import os
 import stat
+from collections.abc import AsyncIterator
+from io import FileIO
 
 from sandlot.aio import shielded
 from sandlot.drivers.base import Box
-from sandlot.errors import InvalidRequest, NotFound, SandlotError, host_fault
+from sandlot.errors import Conflict, InvalidRequest, NotFound, SandlotError, host_fault
 
 # Bytes that one call may carry: what a node is willing to hold in memory for it.
 MOST_BYTES = 64 << 20
@@ -58,6 +64,65 @@ async def write(box: Box, path: str, data: bytes, mode: int) -> None:
             os.close(fd)
     except OSError as error:
         raise _explained(error, "write", path) from error
+
+
+async def upload(box: Box, path: str, tar: AsyncIterator[bytes], user: int) -> None:
+    """Unpack a tar below `path`, as `NodeAPI.upload` says. What `tar` raises is raised."""
+    _checked(path)
+    read, write = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(write, False)
+    pipe = os.fdopen(write, "wb", buffering=0)
+    unpacking = asyncio.ensure_future(box.unpack(path, read, user))
+    sending = asyncio.ensure_future(_send(tar, pipe))
+    try:
+        # An error of either ends it: the box reads no more, or there is no more to read.
+        await asyncio.wait((unpacking, sending), return_when=asyncio.FIRST_COMPLETED)
+        if not unpacking.done():
+            await sending
+        try:
+            await unpacking
+        except OSError as error:
+            raise _not_unpacked(error, path) from error
+    finally:
+        for task in (unpacking, sending):
+            task.cancel()
+        await asyncio.wait((unpacking, sending))
+        os.close(read)
+        pipe.close()
+
+
+async def _send(chunks: AsyncIterator[bytes], pipe: FileIO) -> None:
+    """All of it to a pipe that does not block, then its end."""
+    loop = asyncio.get_running_loop()
+    async for chunk in chunks:
+        left = memoryview(chunk)
+        while left:
+            written = pipe.write(left)
+            if written is None:
+                room = asyncio.Event()
+                loop.add_writer(pipe, room.set)
+                try:
+                    await room.wait()
+                finally:
+                    loop.remove_writer(pipe)
+            else:
+                left = left[written:]
+    pipe.close()
+
+
+def _not_unpacked(error: OSError, path: str) -> SandlotError:
+    where = error.filename or path
+    if error.errno in (errno.EBADMSG, errno.E2BIG):
+        return InvalidRequest(f"what was sent for {path} is not a whole tar (near {where})", "`tar -c` makes one")
+    if error.errno == errno.ENOTSUP:
+        return InvalidRequest(f"{where} of the tar is neither a file, a directory nor a link")
+    if error.errno == errno.EINVAL:
+        return InvalidRequest(f"the tar has a path that leads out of {path}: {where}")
+    if error.errno == errno.EISDIR:
+        return Conflict(f"there is a directory at {where}, where a file is to be", "name a file in it, or remove it")
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return Conflict(f"there is a file where a directory is to be, on the way to {where}", "remove it")
+    return _explained(error, "write", where)
 
 
 def _checked(path: str) -> str:

@@ -426,6 +426,12 @@ class Node:
                 work = files.write(live.box, path, data, mode)
                 await self._step(live, f"write {path} of sandbox {sandbox_id}", work)
 
+    async def upload(self, sandbox_id: str, path: str, tar: AsyncIterator[bytes], user: int = 0) -> None:
+        with self._running(sandbox_id) as live:
+            async with deadline(COPY_SECONDS, f"unpacking files at {path} of sandbox {sandbox_id}"):
+                work = files.upload(live.box, path, tar, user)
+                await self._step(live, f"unpack files at {path} of sandbox {sandbox_id}", work)
+
     async def route(self, sandbox_id: str, port: int, target: Target) -> None:
         if not 0 < port < 65_536:
             raise InvalidRequest(f"{port} is not a port", "ports go from 1 to 65535")
@@ -546,6 +552,13 @@ class Node:
 
     async def images(self) -> list[ImageInfo]:
         return await self.driver.images()
+
+    async def image_info(self, name: str) -> ImageInfo:
+        return await self.driver.image(name)
+
+    async def tag_image(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
+        async with deadline(COPY_SECONDS, f"naming the image {name}"):
+            return await self.driver.tag(image, name, config)
 
     async def delete_image(self, name: str) -> None:
         async with deadline(COPY_SECONDS, f"deleting the image {name}"):

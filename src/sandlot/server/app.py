@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
@@ -35,9 +36,14 @@ class Unauthorized(SandlotError):
     status = 401
 
 
-def create_app(node: NodeAPI, api_key: str | None = None, volumes: AllowedVolumes | None = None) -> FastAPI:
+def create_app(
+    node: NodeAPI,
+    api_key: str | None = None,
+    volumes: AllowedVolumes | None = None,
+    networks: frozenset[str] = frozenset({"none"}),
+) -> FastAPI:
     """The application. With `api_key`, each request but /healthz must bring it as a bearer token. Of the host's files
-    callers may mount what is in `volumes`; None: nothing."""
+    callers may mount what is in `volumes`; None: nothing. Sandboxes may have one of `networks`."""
     app = FastAPI(
         title="Sandlot",
         description="Isolated Linux boxes over HTTP.",
@@ -46,6 +52,7 @@ def create_app(node: NodeAPI, api_key: str | None = None, volumes: AllowedVolume
     )
     app.state.node = node
     app.state.volumes = volumes or AllowedVolumes.named()
+    app.state.networks = networks
     app.include_router(v1.router)
     app.add_api_route("/healthz", _healthz, methods=["GET"])
     app.add_exception_handler(SandlotError, _sandlot_error)
@@ -107,7 +114,9 @@ class Guard:
         headers = dict(scope["headers"])
         refusal = None if scope["path"] == "/healthz" else self._refusal(headers)
         length = headers.get(b"content-length", b"0")
-        if refusal is None and (not length.isdigit() or int(length) > MOST_BODY_BYTES):
+        # A tree is never held here: it ends where the sandbox's disk does.
+        most = math.inf if scope["method"] == "PUT" and scope["path"].endswith("/tree") else MOST_BODY_BYTES
+        if refusal is None and (not length.isdigit() or int(length) > most):
             refusal = _too_large()
         if refusal is not None:
             await _answer(refusal, send)
@@ -119,7 +128,7 @@ class Guard:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > MOST_BODY_BYTES:
+            if received > most:
                 raise _too_large()
             return message
 

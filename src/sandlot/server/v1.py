@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, TypeAdapter
+from starlette.requests import ClientDisconnect
 
 from sandlot.api import (
     Capability,
@@ -29,6 +30,7 @@ from sandlot.api import (
     Stats,
     Upstream,
 )
+from sandlot.errors import Unsupported
 
 router = APIRouter(prefix="/v1")
 
@@ -68,6 +70,14 @@ async def _while_heard(request: Request, work: Coroutine[Any, Any, T]) -> T | No
     return None if working.cancelled() else working.result()
 
 
+def _check_network(request: Request, spec: SandboxSpec) -> None:
+    if spec.network not in request.app.state.networks:
+        raise Unsupported(
+            f"this server gives no sandbox the network {spec.network!r}",
+            f"who runs the server can allow it: `sandlot serve --allow-network {spec.network}`",
+        )
+
+
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -76,6 +86,7 @@ async def _hung_up(request: Request) -> None:
 @router.post("/sandboxes", status_code=201, response_model=Info)
 async def create(request: Request, node: Node, spec: SandboxSpec) -> Response:
     """Make a sandbox; answers when a command can run in it."""
+    _check_network(request, spec)
     info = await node.create(request.app.state.volumes.checked(spec))
     if await request.is_disconnected():  # nobody would ever know its id
         info = await node.destroy(info.id, Ending.KILLED)
@@ -156,6 +167,23 @@ async def images(node: Node) -> list[ImageInfo]:
     return await node.images()
 
 
+@router.get("/image", response_model=ImageInfo)
+async def image_info(node: Node, name: Annotated[str, Query(description="an image's name")]) -> Response:
+    """One image."""
+    return _json(await node.image_info(name))
+
+
+@router.post("/images/{image}/tag", response_model=ImageInfo)
+async def tag_image(
+    node: Node,
+    image: Annotated[str, Path(description="an image's name")],
+    name: Annotated[str, Body(description="of the image that is made")],
+    config: Annotated[ImageConfig | None, Body(description="null: the same")] = None,
+) -> Response:
+    """Give what a build made its name; a built image of that name is replaced."""
+    return _json(await node.tag_image(image, name, config))
+
+
 @router.delete("/images/{name}", status_code=204)
 async def delete_image(node: Node, name: Name) -> Response:
     """Delete a snapshot; sandboxes made from it live on."""
@@ -213,6 +241,22 @@ async def write_file(
 ) -> Response:
     """Make or replace a file with the request's body; missing parents are made."""
     await node.write_file(sandbox_id, path, await request.body(), mode)
+    return Response(status_code=204)
+
+
+@router.put("/sandboxes/{sandbox_id}/tree", status_code=204)
+async def upload(
+    node: Node,
+    sandbox_id: Id,
+    path: FilePath,
+    request: Request,
+    user: Annotated[int, Query(ge=0, le=65_535, description="whose what is made becomes")] = 0,
+) -> Response:
+    """Unpack the request's body, a tar, below a directory. It may be of any size: it is passed on as it comes."""
+    try:
+        await node.upload(sandbox_id, path, request.stream(), user)
+    except ClientDisconnect:
+        return Response(status_code=499)  # which nobody reads
     return Response(status_code=204)
 
 

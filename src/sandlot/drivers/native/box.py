@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import posixpath
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -123,6 +124,7 @@ class NativeBox:
         self._facts: dict[str, Any] = {}  # what is in the record
         self._held: set[int] = set()  # ids of runs and listeners that PID 1 keeps something of
         self.paused = False
+        self.host_network = False  # then a port inside is a port of the host
         self.losses: tuple[str, ...] = ()
         self.owners_mapped = True  # whether files of the image have their owners inside
         self.refused_ids = ""  # why the ids that are lent to this user could not be had after all
@@ -159,10 +161,7 @@ class NativeBox:
         if self.paused:
             raise Conflict("the sandbox is paused: nothing can be started in it", "resume it first")
         if what.user and not self._many_ids:
-            raise Unsupported(
-                f"user {what.user} does not exist in this sandbox: the node is not root, so there is only user 0",
-                "run the node as root, or `apt install uidmap` and lend its user 65,536 ids in /etc/sub{uid,gid}",
-            )
+            raise self._no_such_user(what.user)
         channel = self._open_channel()
         group = self.group.make_run()
         process = NativeProcess(self, group)
@@ -203,7 +202,14 @@ class NativeBox:
             group.joined()
         return process
 
+    def _no_such_user(self, user: int) -> Unsupported:
+        return Unsupported(
+            f"user {user} does not exist in this sandbox: the node is not root, so there is only user 0",
+            "run the node as root, or `apt install uidmap` and lend its user 65,536 ids in /etc/sub{uid,gid}",
+        )
+
     async def listen(self, port: int, note: str | None = None) -> socket.socket:
+        self._check_own_network()
         fields: list[tuple[Key, Value]] = [(Key.PORT, port)]
         if note is not None and self._record is not None:
             fields.append((Key.HOLD, 1))
@@ -218,6 +224,7 @@ class NativeBox:
             ) from error
 
     async def connect(self, port: int) -> socket.socket:
+        self._check_own_network()
         try:
             sock = self._socket(await self._ask(Frame.CONNECT, "connecting inside", [(Key.PORT, port)]))
             async with deadline(REQUEST_SECONDS, f"connecting to port {port} of sandbox {self.id}"):
@@ -225,6 +232,13 @@ class NativeBox:
         except OSError as error:
             raise NotFound(f"nothing listens on port {port} of the sandbox: {error.strerror}") from error
         return sock
+
+    def _check_own_network(self) -> None:
+        if self.host_network:
+            raise Unsupported(
+                "this sandbox has the host's network, in which its ports are the host's: none is routed or reached",
+                'make it without `network="host"`',
+            )
 
     async def open(self, path: str, flags: int, mode: int = 0o644, user: int = 0, parents: bool = False) -> int:
         if "\0" in path or not path.startswith("/"):
@@ -239,6 +253,17 @@ class NativeBox:
         answer = await self._ask(Frame.OPEN, f"opening {path}", fields)
         return answer.fds[0]
 
+    async def unpack(self, path: str, source: int, user: int = 0) -> None:
+        if "\0" in path or not path.startswith("/"):
+            raise InvalidRequest(f"{path!r} is not an absolute path")
+        if user and not self._many_ids:
+            raise self._no_such_user(user)
+        fields: list[tuple[Key, Value]] = [(Key.PATH, path), (Key.USER, user)]
+        answer = await self._work(Frame.UNPACK, f"unpacking files at {path}", [source], fields)
+        number = answer.number(Key.ERRNO) or 0
+        if number:
+            raise OSError(number, os.strerror(number), posixpath.join(path, answer.words()))
+
     async def stats(self) -> Stats:
         # Asked of PID 1: the upper directory's file system is in no other mount namespace.
         disk = await self._ask(Frame.DISK, "asking what is written", [])
@@ -250,7 +275,8 @@ class NativeBox:
         reading = asyncio.create_task(asyncio.to_thread(_read_all, read))
         try:
             async with self._standing_still():
-                await self._work(Frame.LIST, "listing what was written", [write])
+                what = "listing what was written"
+                _succeeded(await self._work(Frame.LIST, what, [write]), what)
         finally:
             os.close(write)
             listed: bytes = await shielded(_result(reading))
@@ -266,7 +292,8 @@ class NativeBox:
         try:
             fds.extend(self._as_seen(path) for path in (target, *below))
             async with self._standing_still():
-                answer = await self._work(Frame.COPY, "copying what was written", fds)
+                what = "copying what was written"
+                answer = _succeeded(await self._work(Frame.COPY, what, fds), what)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -302,25 +329,20 @@ class NativeBox:
             os.close(namespace)
             os.close(tree)
 
-    async def _work(self, kind: Frame, what: str, fds: Sequence[int]) -> Answer:
+    async def _work(
+        self, kind: Frame, what: str, fds: Sequence[int], fields: Sequence[tuple[Key, Value]] = ()
+    ) -> Answer:
         """A request that takes a child of PID 1 as long as it takes; it is killed when nobody waits any more."""
         channel = self._open_channel()
         request_id, waiting = channel.ask_soon()
-        channel.send(kind, request_id, [], fds)
+        channel.send(kind, request_id, fields, fds)
         try:
             async with deadline(COPY_SECONDS, f"{what} in sandbox {self.id}"):
-                answer = await waiting
+                return await waiting
         except BaseException:
             if channel.open:
                 channel.send(Frame.KILL, 0, [(Key.RUN, request_id), (Key.FLAGS, KILL_ONLY_ITSELF)])
             raise
-        number = answer.number(Key.ERRNO) or 0
-        if number:
-            where = f" at /{answer.words()}" if answer.words() else ""
-            # The system's words for E2BIG are about a program's arguments; the copy means an extended attribute.
-            reason = "an extended attribute is larger than this disk can hold" if number == errno.E2BIG else None
-            raise HostFault(f"{what} failed{where}: {reason or os.strerror(number)}")
-        return answer
 
     async def pause(self) -> None:
         if self.paused:
@@ -404,6 +426,7 @@ class NativeBox:
     async def start(self, what: Start) -> None:
         """Start the helper and carry it to "ready". On any failure the caller destroys the box."""
         plan = what.plan
+        self.host_network = plan.host_network
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         trees: list[int] = []
         joins = self.group.procs()
@@ -436,6 +459,7 @@ class NativeBox:
                 cgroups=self.group.facts(),
                 losses=(),
                 mounts=plan.mount_points,
+                host_network=plan.host_network,
                 routes={},
                 oom=0,
                 paused=False,
@@ -500,6 +524,7 @@ class NativeBox:
             box._facts = facts
             box._base, box._oom_seen = facts["base"], facts["oom"]
             box._many_ids = facts["many"]
+            box.host_network = facts["host_network"]
             box.losses = tuple(facts["losses"])
             box._pidfd = os.pidfd_open(facts["pid"])  # no child of ours: only a descriptor names it for sure
             if not record.alive():
@@ -600,7 +625,8 @@ class NativeBox:
         lowers = 1 + len(self.image.layers)
         user_namespace = os.open(f"{proc}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            for tree in trees[lowers if kernel() < (5, 19) else 0 :]:
+            last = len(trees) - self.host_network  # who resolves names is only read, and may be on a tmpfs
+            for tree in trees[lowers if kernel() < (5, 19) else 0 : last]:
                 map_owners(tree, user_namespace)
             self.owners_mapped = kernel() >= (5, 19)  # before that overlayfs takes its layers only as they are
         except OSError:  # a kernel or file system that cannot
@@ -703,6 +729,17 @@ class NativeBox:
         if self._record is not None:
             # Not before its owner has written down how it ended: a node killed in between would know nothing of it.
             self._loop.call_soon(self._record.remove)
+
+
+def _succeeded(answer: Answer, what: str) -> Answer:
+    """Raises HostFault unless a copy or a list of the upper directory came to its end."""
+    number = answer.number(Key.ERRNO) or 0
+    if number:
+        where = f" at /{answer.words()}" if answer.words() else ""
+        # The system's words for E2BIG are about a program's arguments; the copy means an extended attribute.
+        reason = "an extended attribute is larger than this disk can hold" if number == errno.E2BIG else None
+        raise HostFault(f"{what} failed{where}: {reason or os.strerror(number)}")
+    return answer
 
 
 async def _result(task: asyncio.Task[bytes]) -> bytes:

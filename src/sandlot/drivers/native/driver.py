@@ -28,7 +28,7 @@ from sandlot.drivers.native.box import NativeBox, Start
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups
 from sandlot.drivers.native.ids import HostIds, SubIds
 from sandlot.drivers.native.keep import Record, records
-from sandlot.drivers.native.plan import Host, Plan, make_plan, most_files
+from sandlot.drivers.native.plan import RESOLVER, Host, Plan, make_plan, most_files
 from sandlot.drivers.native.promises import LIMITED_BY, Facts, losses, promises
 from sandlot.drivers.native.trees import kernel, open_tree
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandlotError, StartFailed, Unsupported
@@ -243,7 +243,7 @@ class NativeDriver:
             return False
         by_cgroup = {name for name, (controller, _) in LIMITED_BY.items() if controller in self.cgroups.controllers}
         loose = {*by_cgroup, "cpus", "cpu_weight", "output"}  # what is not kept is not in the way either
-        fixed = ("image", "profile", "setuid", "nested", "hostname", "volumes")
+        fixed = ("image", "network", "profile", "setuid", "nested", "hostname", "volumes")
         return all(getattr(parked, name) == getattr(spec, name) for name in fixed) and all(
             getattr(parked.limits, name) == getattr(spec.limits, name)
             for name in type(spec.limits).model_fields
@@ -353,7 +353,27 @@ class NativeDriver:
         return Snapshot(info, ids)
 
     async def images(self) -> list[ImageInfo]:
-        return [each.info for each in self._layers.all() if not each.info.name.startswith(layers.FORK)]
+        return [each.info for each in self._layers.all() if not each.info.name.startswith(layers.HIDDEN)]
+
+    async def image(self, name: str) -> ImageInfo:
+        if name == "host":
+            return ImageInfo(name=name, base=name, created_at=0.0)
+        return self._layers.find(name).info
+
+    async def tag(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
+        layers.check_name(name)
+        found = self._layers.find(image)
+        info = found.info.model_copy(
+            update={"name": name, "kind": "built", "created_at": time.time(), "config": config or found.info.config}
+        )
+        locks = self._layers.use(found)  # that they do not go in between
+        try:
+            named = await shielded(asyncio.to_thread(self._layers.name, info, found.layers))
+        finally:
+            for fd in locks:
+                os.close(fd)
+        await self.prune()  # of the one that had the name
+        return named.info
 
     async def forget(self, image: str) -> None:
         if image == "host":
@@ -446,7 +466,11 @@ class NativeDriver:
         self.cgroups.start()
         kept = self.cgroups.controllers
         self._host = Host(
-            root=self._ids is not None, stage=stage, pids_by_cgroup="pids" in kept, memory_by_cgroup="memory" in kept
+            root=self._ids is not None,
+            stage=stage,
+            pids_by_cgroup="pids" in kept,
+            memory_by_cgroup="memory" in kept,
+            resolver=os.path.realpath(RESOLVER) if os.path.exists(RESOLVER) else "",  # noqa: PTH110
         )
         lent = SubIds.find() if self._ids is None else ""
         self._sub_ids = lent if isinstance(lent, SubIds) else None

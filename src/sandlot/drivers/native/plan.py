@@ -34,6 +34,7 @@ class Do(IntEnum):
     UPPER = 12
 
 
+_MOUNTS = (Do.MOUNT, Do.ATTACH, Do.BIND)
 READ_ONLY, NODEV, NOSUID, NOEXEC, OPTIONAL, IF_PRESENT = 1, 2, 4, 8, 16, 32
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 
@@ -52,6 +53,9 @@ CAPABILITIES = {
     "sys_chroot": 18,
     "setfcap": 31,
 }
+
+# Where programs read who resolves names.
+RESOLVER = "/etc/resolv.conf"
 
 # The host has 4,096 pseudo terminals in all, of which 1,024 are reserved; one box must not take them all.
 TERMINALS = 64
@@ -81,6 +85,7 @@ class Host:
     stage: str  # a directory that exists on the host; the box is put together on a private mount over it
     pids_by_cgroup: bool
     memory_by_cgroup: bool = True
+    resolver: str = ""  # the file that RESOLVER leads to; "": there is none
     disk: bool = False  # a file system of the box's own is passed, after the trees, for its upper directory
 
 
@@ -109,6 +114,7 @@ class Plan:
     rlimits: tuple[tuple[int, int], ...]
     caps: int
     setuid: bool
+    host_network: bool
     lifetime_ms: int
     seccomp: bytes
 
@@ -116,7 +122,7 @@ class Plan:
     def mount_points(self) -> tuple[str, ...]:
         """Where something is mounted inside, so that what is there in the upper directory is nobody's work."""
         after = [step.kind for step in self.steps].index(Do.PIVOT)
-        return tuple(step.target for step in self.steps[after + 1 :] if step.kind in (Do.MOUNT, Do.ATTACH))
+        return tuple(step.target for step in self.steps[after + 1 :] if step.kind in _MOUNTS)
 
     def fields(self, host_id: int | None, joins: range, keeps: range = range(0)) -> list[tuple[Key, Value]]:
         """The plan as the fields of its frame. `joins` are the indices of cgroup.procs among the descriptors, `keeps`
@@ -128,6 +134,7 @@ class Plan:
         fields += [(Key.STEP, step.pack()) for step in self.steps]
         fields += [(Key.RLIMIT, struct.pack("=IIQQ", kind, 0, value, value)) for kind, value in self.rlimits]
         fields += [(Key.CAPS, self.caps), (Key.SETUID, int(self.setuid)), (Key.LIFETIME, self.lifetime_ms)]
+        fields.append((Key.NETWORK, int(self.host_network)))
         if self.seccomp:
             fields.append((Key.SECCOMP, self.seccomp))
         return fields
@@ -147,6 +154,10 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
         (volume.source, volume.target, (READ_ONLY if volume.read_only else 0) | NODEV | NOSUID)
         for volume in spec.volumes
     ]
+    on_host_network = spec.network == "host"
+    if on_host_network:  # the resolver last: see `box.py`
+        networked = [*image.networked, *([(host.resolver, RESOLVER)] if host.resolver else [])]
+        binds += [(source, target, READ_ONLY | NODEV | NOSUID) for source, target in networked]
     sources = (image.root, *image.layers, *(source for source, _, _ in binds))
     steps: list[Step] = []
     if not host.root:
@@ -212,7 +223,11 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
         Step(Do.MKDIR, target="/sys", flags=0o555),
         Step(Do.MKDIR, target="/dev", flags=0o755),
         Step(Do.MOUNT, "proc", "/proc", "proc", "", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC),
-        Step(Do.MOUNT, "sysfs", "/sys", "sysfs", "", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY),
+        # A sysfs shows the devices of a network, so the kernel gives it to none but the network's owner: it is empty on
+        # the host's, which programs take for a container's.
+        Step(Do.BIND, "/sys", "/sys", flags=READ_ONLY)
+        if on_host_network
+        else Step(Do.MOUNT, "sysfs", "/sys", "sysfs", "", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_RDONLY),
         Step(Do.ATTACH, target="/dev", slot=dev_slot),
     ]
     # Written in the box's own user namespace: the host's settings are untouched. Nested user namespaces multiply what
@@ -229,7 +244,9 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
         Step(Do.ATTACH, target=target, flags=flags, slot=index + len(lowers))
         for index, (_, target, flags) in enumerate(binds)
     ]
-    steps += [Step(Do.LOOPBACK), Step(Do.HOSTNAME, spec.hostname)]
+    if not on_host_network:
+        steps.append(Step(Do.LOOPBACK))
+    steps.append(Step(Do.HOSTNAME, spec.hostname))
 
     rlimits = [(resource.RLIMIT_NOFILE, spec.limits.open_files), (resource.RLIMIT_CORE, 0)]
     if not host.pids_by_cgroup:
@@ -245,6 +262,7 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
         rlimits=tuple(rlimits),
         caps=0 if spec.profile is Profile.STRICT else sum(1 << bit for bit in CAPABILITIES.values()),
         setuid=spec.setuid,
+        host_network=on_host_network,
         seccomp=seccomp.program(profile=spec.profile, nested=spec.nested),
         lifetime_ms=0 if spec.lifetime is None else max(1, int(spec.lifetime * 1000)),
     )

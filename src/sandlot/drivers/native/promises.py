@@ -133,6 +133,8 @@ def losses(facts: Facts, spec: SandboxSpec, config: ImageConfig = NO_CONFIG) -> 
     found = [
         f"{line.name}: {line.found}" for line in promises(facts) if line.state == "loss" and line.name not in refused
     ]
+    if spec.network == "host":
+        found.append("network: the host's own, with its loopback addresses and abstract sockets; no sysfs")
     if spec.limits.memory is None:
         found = [loss for loss in found if not loss.startswith("memory limit:")]
     if any(not volume.read_only for volume in spec.volumes):

@@ -34,6 +34,7 @@ class Frame(IntEnum):
     LIST = 11
     CLAIM = 12
     DISK = 13
+    UNPACK = 14
     PID = 100
     READY = 101
     DONE = 102
@@ -67,6 +68,7 @@ class Key(IntEnum):
     GRACE = 22
     HOLD = 23
     NOTE = 24
+    NETWORK = 25
     ERRNO = 30
     WORDS = 31
     STATUS = 32

@@ -3,6 +3,8 @@
 2. /proc is mounted before the old root goes, and closed to writing after nested namespaces are switched off.
 3. A limit that a cgroup keeps is not kept twice; one that none keeps falls to an rlimit.
 4. Slots count the same for a root node, which passes trees, and an ordinary one, which has them cloned.
+5. A box on the host's network brings up no loopback, has no sysfs, and knows who resolves names; any other makes a
+   network of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import resource
 from sandlot.api import Limits, SandboxSpec, Volume
 from sandlot.drivers.images import Image
 from sandlot.drivers.native.plan import NODEV, NOSUID, READ_ONLY, Do, Host, make_plan
+from sandlot.drivers.native.wire import Key
 
 IMAGE = Image("host", "/images/host", (("/usr", "/usr"),))
 SPEC = SandboxSpec(
@@ -70,3 +73,17 @@ def test_a_limit_is_kept_once() -> None:
 
 def test_the_same_spec_gives_the_same_plan() -> None:
     assert make_plan(SPEC, IMAGE, ROOT) == make_plan(SPEC, IMAGE, ROOT)
+
+
+def test_a_network_is_made_or_the_hosts_is_used() -> None:
+    image = Image("host", "/images/host", networked=(("/etc/ssl/certs", "/etc/ssl/certs"),))
+    host = Host(root=True, stage="/tmp", pids_by_cgroup=True, resolver="/run/resolv.conf")
+    for network, made in (("none", True), ("host", False)):
+        plan = make_plan(SandboxSpec.model_validate({"network": network}), image, host)
+        kinds = [step.kind for step in plan.steps]
+        assert plan.host_network is not made
+        assert (Key.NETWORK, int(not made)) in plan.fields(None, range(0))
+        assert (Do.LOOPBACK in kinds, any(step.text == "sysfs" for step in plan.steps)) == (made, made)
+        assert ("/run/resolv.conf" in plan.sources, "/etc/ssl/certs" in plan.sources) == (not made, not made)
+        resolver = [step.flags for step in plan.steps if step.target == "/etc/resolv.conf"]
+        assert resolver == ([] if made else [READ_ONLY | NODEV | NOSUID])

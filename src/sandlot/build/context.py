@@ -1,0 +1,242 @@
+"""The files beside a build: what a step copies of them, as a tar and as a hash of what matters.
+
+It promises that nothing outside the context's directory is read, that what `.dockerignore` names is not seen, and that
+no file is held in memory whole. Links in a directory are copied as links; one that is itself the source of a copy is
+followed, if it leads to something in the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import posixpath
+import re
+import stat
+import tarfile
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sandlot.errors import InvalidRequest, NotFound
+
+IGNORED = ".dockerignore"
+
+# Bytes that are read and handed on at once.
+_CHUNK = 1 << 20
+_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file, directory or link, and what it is called in the tar."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What one step copies. `alone` is the name of its only file, where that is what the target names."""
+
+    entries: tuple[Entry, ...]
+    alone: str | None = None
+
+
+NOTHING = Tree(())
+
+
+class Context:
+    """A directory of this host."""
+
+    def __init__(self, directory: Path) -> None:
+        self._top = directory.resolve()
+        if not self._top.is_dir():
+            raise NotFound(f"there is no directory {directory}", "`--context` names where the files to copy are")
+        ignored = self._top / IGNORED
+        with _reading():
+            text = ignored.read_text("utf-8", "surrogateescape") if ignored.is_file() else ""
+        self._ignored = Ignored(text.splitlines())
+
+    def find(self, sources: Iterable[str]) -> Tree:
+        """What paths and patterns name, sorted. Blocks. Raises NotFound, InvalidRequest (it leads out of the context,
+        or cannot be read)."""
+        with _reading():
+            return self._find(tuple(sources))
+
+    def _find(self, sources: tuple[str, ...]) -> Tree:
+        entries: list[Entry] = []
+        alone: list[str] = []
+        count = 0
+        for source in sources:
+            for found in self._matches(source):
+                count += 1
+                path = self._inside(found)
+                if path.is_dir():
+                    entries += self._below(path, "")
+                else:
+                    entries.append(Entry(found.name, path))
+                    alone.append(found.name)
+        if count == 0:
+            shown = ", ".join(f"`{source}`" for source in sources)
+            raise NotFound(
+                f"there is no {shown} in {self._top}", f"is it named in {IGNORED}, or is `--context` another?"
+            )
+        return Tree(tuple(entries), alone[0] if count == len(alone) == 1 else None)
+
+    def _matches(self, source: str) -> list[Path]:
+        parts = [part for part in posixpath.normpath("/" + source).split("/") if part]
+        if ".." in source.split("/") and posixpath.normpath(source).startswith(".."):
+            raise InvalidRequest(f"{source} leads out of {self._top}", "copy it there, or name another `--context`")
+        found = [self._top]
+        for part in parts:
+            found = [deeper for each in found for deeper in _matching(each, part)]
+        return [each for each in found if each == self._top or not self._is_ignored(each)]
+
+    def _is_ignored(self, path: Path) -> bool:
+        return self._ignored.matches(path.relative_to(self._top).as_posix()) and not (
+            path.is_dir() and self._ignored.has_exceptions
+        )
+
+    def _inside(self, path: Path) -> Path:
+        real = path.resolve()
+        if real != self._top and self._top not in real.parents:
+            raise InvalidRequest(f"{path} leads out of {self._top}", "copy what it leads to into the context")
+        return real
+
+    def _below(self, directory: Path, name: str) -> Iterator[Entry]:
+        for each in sorted(os.scandir(directory), key=lambda each: each.name):
+            path = Path(each.path)
+            relative = path.relative_to(self._top).as_posix()
+            ignored = self._ignored.matches(relative)
+            if not ignored:
+                yield Entry(name + each.name, path)
+            if each.is_dir(follow_symlinks=False) and (not ignored or self._ignored.has_exceptions):
+                yield from self._below(path, f"{name}{each.name}/")
+
+
+def _matching(directory: Path, part: str) -> list[Path]:
+    """What a part of a path names in a directory; several where it is a pattern."""
+    if not re.search(r"[*?[]", part):
+        return [directory / part] if os.path.lexists(directory / part) else []
+    if not directory.is_dir():
+        return []
+    pattern = re.compile(_as_regex(part))
+    return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
+
+
+class Ignored:
+    """The patterns of a `.dockerignore`: the last that matches a path, or a directory above it, decides."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._patterns: list[tuple[bool, re.Pattern[str]]] = []
+        for line in lines:
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            excepted = text.startswith("!")
+            text = posixpath.normpath(text.lstrip("!").strip()).strip("/")
+            self._patterns.append((not excepted, re.compile(f"{_as_regex(text)}(?:/.*)?", re.DOTALL)))
+        self.has_exceptions = any(not ignores for ignores, _ in self._patterns)
+
+    def matches(self, path: str) -> bool:
+        found = False
+        for ignores, pattern in self._patterns:
+            if pattern.fullmatch(path):
+                found = ignores
+        return found
+
+
+def _as_regex(pattern: str) -> str:
+    """A pattern of Go's `filepath.Match`, with `**` for any number of directories."""
+    said, at = "", 0
+    while at < len(pattern):
+        if pattern.startswith("**/", at):
+            said, at = said + "(?:.*/)?", at + 3
+        elif pattern.startswith("**", at):
+            said, at = said + ".*", at + 2
+        elif pattern[at] == "*":
+            said, at = said + "[^/]*", at + 1
+        elif pattern[at] == "?":
+            said, at = said + "[^/]", at + 1
+        elif (group := re.compile(r"\[(\^?)([^]]+)\]").match(pattern, at)) is not None:
+            said, at = said + f"[{group[1]}{group[2].replace('[', chr(92) + '[')}]", group.end()
+        else:
+            at += pattern[at] == "\\" and at + 1 < len(pattern)
+            said, at = said + re.escape(pattern[at]), at + 1
+    return said
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidRequest(f"{error.filename} cannot be read: {error.strerror}", f"name it in {IGNORED}?") from error
+
+
+def pack(entries: Iterable[Entry], mode: int | None, digest: Any, called: str | None = None) -> Iterator[bytes]:
+    """A tar of the entries, bit by bit; a single one may be `called` otherwise in it. `digest` is fed with what the
+    image will have of them: names, kinds, modes, contents; not the times, which a checkout changes. Blocks. Raises
+    InvalidRequest for what is no file, directory or link, cannot be read, or changes meanwhile."""
+    with _reading():
+        yield from _packed(entries, mode, digest, called)
+
+
+def _packed(entries: Iterable[Entry], mode: int | None, digest: Any, called: str | None) -> Iterator[bytes]:
+    for entry in entries:
+        what = entry.path.lstat()
+        info = tarfile.TarInfo(called or entry.name)
+        info.mode = stat.S_IMODE(what.st_mode) if mode is None else mode
+        info.mtime = int(what.st_mtime)
+        if stat.S_ISDIR(what.st_mode):
+            info.type = tarfile.DIRTYPE
+        elif stat.S_ISLNK(what.st_mode):
+            info.type, info.linkname, info.mode = tarfile.SYMTYPE, str(entry.path.readlink()), 0o777
+        elif stat.S_ISREG(what.st_mode):
+            info.size = what.st_size
+        else:
+            raise InvalidRequest(f"{entry.path} is neither a file, a directory nor a link", f"name it in {IGNORED}")
+        facts = (entry.name, info.type.decode(), info.mode, info.size, info.linkname)
+        digest.update(json.dumps(facts).encode())
+        yield info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        if info.size:
+            for chunk in _contents(entry.path, info.size):
+                digest.update(chunk)
+                yield chunk
+            yield bytes(-info.size % _BLOCK)
+    yield bytes(2 * _BLOCK)
+
+
+def _contents(path: Path, size: int) -> Iterator[bytes]:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        while size > 0:
+            chunk = file.read(min(size, _CHUNK))
+            if not chunk:
+                raise InvalidRequest(f"{path} became shorter while it was copied", "run the build again")
+            size -= len(chunk)
+            yield chunk
+
+
+def hashed(entries: Iterable[Entry], mode: int | None) -> str:
+    """The hash of what `pack` would write. Blocks; raises as it does."""
+    digest = hashlib.sha256()
+    for _ in pack(entries, mode, digest):
+        pass
+    return digest.hexdigest()
+
+
+async def streamed(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """What a generator that blocks yields, in chunks that are worth a thread's while."""
+
+    def some() -> bytes:
+        found = bytearray()
+        while len(found) < _CHUNK and (chunk := next(chunks, None)) is not None:
+            found += chunk
+        return bytes(found)
+
+    while chunk := await asyncio.to_thread(some):
+        yield chunk

@@ -1,0 +1,136 @@
+"""Promises of the files beside a build:
+
+1. Paths and patterns name files; a directory is what is in it; links stay links, and a link as a source is followed.
+2. `.dockerignore`: the last pattern that matches decides, `!` takes back.
+3. Nothing outside the context is read: neither by `..` nor through a link.
+4. The hash tells content, names and modes apart, and not times; the tar is what Python's own reader finds in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from sandlot.build.context import Context, Ignored, hashed, pack
+from sandlot.errors import InvalidRequest, NotFound
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small context."""
+    top = tmp_path / "context"
+    (top / "src/deep").mkdir(parents=True)
+    (top / "a.txt").write_text("a")
+    (top / "b.txt").write_text("b")
+    (top / "src/c").write_text("c")
+    (top / "src/deep/d").write_text("d")
+    (top / "src/link").symlink_to("deep/d")
+    (top / "near").symlink_to("a.txt")
+    (top / "far").symlink_to("/etc/passwd")
+    return top
+
+
+def names(folder: Path, *sources: str) -> list[str]:
+    return [entry.name for entry in Context(folder).find(sources).entries]
+
+
+def test_paths_and_patterns_name_files(folder: Path) -> None:
+    assert names(folder, "*.txt") == ["a.txt", "b.txt"]
+    assert names(folder, "./src/") == ["c", "deep", "deep/d", "link"]
+    assert names(folder, "s?c/deep", "[ab].txt") == ["d", "a.txt", "b.txt"]
+    assert names(folder, "src/../a.txt") == ["a.txt"]
+    assert names(folder, ".") == ["a.txt", "b.txt", "far", "near", "src", "src/c", "src/deep", "src/deep/d", "src/link"]
+    assert Context(folder).find(["near"]).entries[0].path == folder / "a.txt"
+    assert [Context(folder).find(each).alone for each in (["a.txt"], ["near"], ["*.txt"], ["src"])] == [
+        "a.txt",
+        "near",
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "ignored", "seen"),
+    [
+        (["*.md"], ["a.md"], ["d/a.md", "a.txt"]),
+        (["**/*.md"], ["a.md", "d/e/a.md"], ["a.txt"]),
+        (["/d", "# x", ""], ["d", "d/a"], ["e/d", "x"]),
+        (["d/*", "!d/keep"], ["d/a"], ["d", "d/keep"]),
+        (["!d/keep", "d"], ["d/keep"], []),
+        (["a?c", "[x-z]1", "[^x]2"], ["abc", "y1", "a2"], ["abbc", "a1", "x2", "a/c"]),
+        (["d/**"], ["d/a", "d/a/b"], ["d"]),
+        ([r"\*"], ["*"], ["a"]),
+        (["a.b"], ["a.b"], ["aXb"]),
+    ],
+)
+def test_the_last_pattern_that_matches_decides(patterns: list[str], ignored: list[str], seen: list[str]) -> None:
+    found = Ignored(patterns)
+    assert [path for path in (*ignored, *seen) if found.matches(path)] == ignored
+
+
+def test_what_is_ignored_is_not_seen(folder: Path) -> None:
+    (folder / ".dockerignore").write_text("src\n!src/deep\nb.*\n")
+    assert names(folder, "src") == ["deep", "deep/d"]
+    assert names(folder, "*.txt") == ["a.txt"]
+    with pytest.raises(NotFound, match=r"there is no `b\.txt`") as caught:
+        names(folder, "b.txt")
+    assert ".dockerignore" in (caught.value.hint or "")
+
+
+def test_nothing_outside_is_read(folder: Path) -> None:
+    (folder / "out").symlink_to("..")
+    for source in ("../x", "src/../../x", "far", "out/context/a.txt/../../x", "out"):
+        with pytest.raises((InvalidRequest, NotFound)):
+            names(folder, source)
+    with pytest.raises(NotFound, match="there is no directory"):
+        Context(folder / "none")
+
+
+def test_the_hash_tells_content_names_and_modes_apart(folder: Path) -> None:
+    def now() -> str:
+        return hashed(Context(folder).find(["src"]).entries, None)
+
+    first = now()
+    os.utime(folder / "src/c", (0, 0))
+    assert now() == first
+    seen = {first}
+    for change in (
+        lambda: (folder / "src/c").write_text("C"),
+        lambda: (folder / "src/c").chmod(0o755),
+        lambda: (folder / "src/c").rename(folder / "src/e"),
+        lambda: (folder / "src/link").unlink(),
+        lambda: (folder / "src/deep").chmod(0o700),
+    ):
+        change()
+        assert now() not in seen
+        seen.add(now())
+
+
+def test_the_tar_is_what_was_found(folder: Path) -> None:
+    (folder / "src" / ("long" * 50)).write_bytes(os.urandom(3 << 20))
+    os.mkfifo(folder / "pipe")
+    entries = Context(folder).find(["src"]).entries
+    with tarfile.open(fileobj=io.BytesIO(b"".join(pack(entries, None, hashlib.sha256())))) as tar:
+        assert tar.getnames() == [entry.name for entry in entries]
+        found = tar.extractfile("long" * 50)
+        assert found is not None
+        assert found.read() == (folder / "src" / ("long" * 50)).read_bytes()
+        assert tar.getmember("link").linkname == "deep/d"
+    with pytest.raises(InvalidRequest, match="neither a file"):
+        hashed(Context(folder).find(["pipe"]).entries, None)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_cannot_be_read_is_said(folder: Path) -> None:
+    (folder / "a.txt").chmod(0)
+    with pytest.raises(InvalidRequest, match=r"a\.txt cannot be read: Permission denied"):
+        hashed(Context(folder).find(["a.txt"]).entries, None)
+    (folder / "src/deep").chmod(0)
+    with pytest.raises(InvalidRequest, match="deep cannot be read"):
+        Context(folder).find(["src"])
+    (folder / "src/deep").chmod(0o755)
