@@ -23,6 +23,7 @@ class Spawn:
     env: dict[str, str]
     cwd: str
     user: int = 0
+    tty: bool = False  # its standard input is a terminal of the box, and shall be its controlling one
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,10 @@ class Box(Protocol):
     async def open(self, path: str, flags: int, mode: int = 0o644, user: int = 0, parents: bool = False) -> int:
         """A descriptor of a path as `user` sees it inside, so that no symlink leads out. `parents` makes missing
         directories. Raises OSError with the errno from inside. The caller owns it."""
+        ...
+
+    async def interrupt(self, terminal: int, number: int) -> None:
+        """Send a signal to the process group in the foreground of a terminal of the box. Nobody there is no error."""
         ...
 
     async def stats(self) -> Stats:

@@ -67,6 +67,7 @@ class Key(IntEnum):
     GRACE = 22
     HOLD = 23
     NOTE = 24
+    TTY = 26
     ERRNO = 30
     WORDS = 31
     STATUS = 32
