@@ -65,7 +65,12 @@ static int open_as(const struct request *request)
 	}
 	if (request->parents && make_parents(request->path) < 0)
 		return -1;
-	return open(request->path, (int)request->flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, (mode_t)request->mode);
+	if (S_ISFIFO(request->mode)) {
+		umask(0);
+		if (mkfifo(request->path, request->mode & 07777) < 0 && errno != EEXIST)
+			return -1;
+	}
+	return open(request->path, (int)request->flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, (mode_t)request->mode & 07777);
 }
 
 int open_inside(const struct message *message, struct child *out)

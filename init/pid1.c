@@ -289,8 +289,14 @@ static void signal_request(const struct message *message)
 	while (field_next(message, &offset, &field) > 0)
 		if (field.key == FIELD_SIGNAL && field_u32(&field, &number) < 0)
 			number = 0;
-	int error = number > 0 && number < 65 && kill(-1, (int)number) < 0 && errno != ESRCH ? errno : 0;
-	answer(message->head.id, number > 0 && number < 65 ? error : EINVAL, -1);
+	int error = number > 0 && number < 65 ? 0 : EINVAL;
+	pid_t whom = -1;
+	/* With a terminal it is for those in its foreground, who are asked for here: their number means something here. */
+	if (!error && message->fd_count > 0 && (whom = tcgetpgrp(message->fds[0])) <= 1)
+		error = ESRCH;
+	if (!error && kill(whom == -1 ? -1 : -whom, (int)number) < 0 && errno != ESRCH)
+		error = errno;
+	answer(message->head.id, error, -1);
 }
 
 static void start_request(struct message *message, const struct plan *plan)

@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,7 +16,7 @@
 struct request {
 	char **argv, **env;
 	const char *cwd, *note;
-	uint32_t user, holds;
+	uint32_t user, holds, tty;
 };
 
 /* 0, or EBADMSG / ENOMEM. The vectors point into the message. */
@@ -67,6 +68,10 @@ static int parse(const struct message *message, struct request *request)
 			if (field_u32(&field, &request->user) < 0)
 				return EBADMSG;
 			break;
+		case FIELD_TTY:
+			if (field_u32(&field, &request->tty) < 0)
+				return EBADMSG;
+			break;
 		default: return EBADMSG;
 		}
 	}
@@ -115,6 +120,8 @@ static _Noreturn void child(const struct message *message, const struct request 
 		if (dup2(moved[i], i) < 0)
 			give_up(top, "descriptors");
 	/* Everything else is close-on-exec already. */
+	if (request->tty && ioctl(0, TIOCSCTTY, 0) < 0)
+		give_up(top, "terminal");
 	if (setgroups(0, NULL) < 0 && errno != EPERM) /* EPERM: single-id map, where setgroups is denied */
 		give_up(top, "groups");
 	if (request->user && (setresgid(request->user, request->user, request->user) < 0 ||

@@ -56,6 +56,7 @@ enum field {
 	FIELD_HOLD = 23,   /* u32: how many of the last descriptors PID 1 keeps until RELEASE; of LISTEN: 1 keeps the listener */
 	FIELD_NOTE = 24,   /* string: the node's own, told again with HELD */
 	FIELD_NETWORK = 25, /* u32: 1 leaves the box in the node's own network namespace */
+	FIELD_TTY = 26,    /* u32: 1 makes standard input, a terminal, the process's controlling one */
 	/* answers */
 	FIELD_ERRNO = 30,  /* u32 */
 	FIELD_WORDS = 31,  /* string: which step failed, on what, and what that means here */

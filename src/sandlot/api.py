@@ -231,6 +231,15 @@ class RunResult(Model):
         return self.err.text
 
 
+class ShellResult(RunResult):
+    """How a text went that a shell ran. What its children in the background write later is not in it."""
+
+    id: str = Field(description="of the command, for what is written later")
+    cwd: str = Field(description="where the shell is now")
+    interrupted: bool = False
+    ended: bool = Field(default=False, description="the shell is gone: `exit`, `exec`, or it was killed")
+
+
 class Ending(StrEnum):
     """Why a sandbox ended: exactly one of these, once."""
 

@@ -23,6 +23,7 @@ class Spawn:
     env: dict[str, str]
     cwd: str
     user: int = 0
+    tty: bool = False  # its standard input is a terminal of the box, and shall be its controlling one
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,10 @@ class Box(Protocol):
         the errno from inside and the path that it is about: EBADMSG (no tar, or half of one), ENOTSUP (an entry that is
         neither file, directory nor link), EINVAL (a `..`). The caller owns the descriptor; cancelled, nothing more is
         written."""
+        ...
+
+    async def interrupt(self, terminal: int, number: int) -> None:
+        """Send a signal to the process group in the foreground of a terminal of the box. Nobody there is no error."""
         ...
 
     async def stats(self) -> Stats:

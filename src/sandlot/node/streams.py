@@ -82,6 +82,12 @@ class Stream:
             self._kept(moved)
             left -= moved
 
+    def at_end(self) -> bool:
+        """Whether nobody can write to it any more, and all was taken."""
+        if self._reading:
+            self._readable()
+        return not self._reading
+
     def say(self, text: str) -> None:
         self._kept(os.write(self.log, text.encode(errors="surrogateescape")))
 

@@ -168,6 +168,8 @@ class NativeBox:
         fields: list[tuple[Key, Value]] = [(Key.ARG, argument) for argument in what.argv]
         fields += [(Key.ENV, f"{name}={value}") for name, value in what.env.items()]
         fields += [(Key.CWD, what.cwd), (Key.USER, what.user)]
+        if what.tty:
+            fields.append((Key.TTY, 1))
         fds = [stdin, stdout, stderr] if group is None else [stdin, stdout, stderr, group.procs]
         run_id, answer = channel.ask_soon()
         if hold is not None and self._record is not None:
@@ -263,6 +265,10 @@ class NativeBox:
         number = answer.number(Key.ERRNO) or 0
         if number:
             raise OSError(number, os.strerror(number), posixpath.join(path, answer.words()))
+
+    async def interrupt(self, terminal: int, number: int) -> None:
+        with suppress(ProcessLookupError):
+            await self._ask(Frame.SIGNAL, "signalling the foreground", [(Key.SIGNAL, number)], [terminal])
 
     async def stats(self) -> Stats:
         # Asked of PID 1: the upper directory's file system is in no other mount namespace.
@@ -406,11 +412,13 @@ class NativeBox:
             raise HostFault(f"sandbox {self.id} is ending")
         return self._channel
 
-    async def _ask(self, kind: Frame, what: str, fields: Sequence[tuple[Key, Value]]) -> Answer:
+    async def _ask(
+        self, kind: Frame, what: str, fields: Sequence[tuple[Key, Value]], fds: Sequence[int] = ()
+    ) -> Answer:
         """One request; an errno from inside is an OSError."""
         channel = self._open_channel()
         async with deadline(REQUEST_SECONDS, f"{what} in sandbox {self.id}"):
-            answer = await channel.ask(kind, fields)
+            answer = await channel.ask(kind, fields, fds)
         number = answer.number(Key.ERRNO) or 0
         if number == 0 and kind in (Frame.LISTEN, Frame.CONNECT, Frame.OPEN) and not answer.fds:
             number = errno.EMFILE  # the kernel dropped the descriptor: this process has no room for it

@@ -69,6 +69,7 @@ class Key(IntEnum):
     HOLD = 23
     NOTE = 24
     NETWORK = 25
+    TTY = 26
     ERRNO = 30
     WORDS = 31
     STATUS = 32
