@@ -214,7 +214,7 @@ static int copy_file(struct walk *walk, int from, int to, const char *name, cons
 	if (out >= 0)
 		close(out);
 	errno = error;
-	walk->bytes += (uint64_t)what->st_size;
+	walk->bytes += (uint64_t)what->st_blocks * 512u;
 	return failed ? -1 : 0;
 }
 

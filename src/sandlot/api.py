@@ -379,7 +379,8 @@ class NodeAPI(Protocol):
         ...
 
     async def read_file(self, sandbox_id: str, path: str) -> bytes:
-        """The bytes of a regular file inside. Raises NotFound, InvalidRequest (a directory, too large)."""
+        """The bytes of a regular file inside. Does not renew its idle time. Raises NotFound, InvalidRequest (a
+        directory, too large)."""
         ...
 
     async def write_file(self, sandbox_id: str, path: str, data: bytes, mode: int = 0o644) -> None:

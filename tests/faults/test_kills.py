@@ -222,7 +222,13 @@ async def test_boxes_of_a_server_that_never_comes_back_end_and_are_swept(state: 
         await node.close()
     for pid in pids:
         await until_gone(pid)
+    (left,) = state.glob("node-*")
     async with Server(state):  # another address: not the one that they waited for
+        note_nodes(state)
+        assert not [path for path in Path("/sys/fs/cgroup").glob(f"*/sandlot-{left.name}/*") if path.is_dir()]
+    for path in (left, left / "ledger.jsonl"):  # it stays for the hour in which its server could tell how they ended
+        os.utime(path, (0, 0))
+    async with Server(state):
         note_nodes(state)
         assert len(list(state.glob("node-*"))) == 1
     assert leftovers(state) == []

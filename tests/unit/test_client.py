@@ -162,9 +162,11 @@ async def test_only_named_limits_are_named_on_the_server(tmp_path: Path) -> None
     seen: list[frozenset[str]] = []
 
     class Noting(FakeDriver):
-        async def create(self, box_id: str, spec: Any, named: frozenset[str], keeping: Keeping = NOT_KEPT) -> Any:
+        async def create(
+            self, box_id: str, spec: Any, named: frozenset[str], keeping: Keeping = NOT_KEPT, *more: Any
+        ) -> Any:
             seen.append(named)
-            return await super().create(box_id, spec, named, keeping)
+            return await super().create(box_id, spec, named, keeping, *more)
 
     async with Node(Noting(), tmp_path) as local:
         served, url = await listening(create_app(local))

@@ -7,7 +7,9 @@ A driver makes boxes and knows nothing of ids that users see, of deadlines, of o
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +39,10 @@ class Keeping:
 
 NOT_KEPT = Keeping()
 
+# What can be held of a process: descriptors, and bytes of a note about them.
+MOST_HELD = 8
+MOST_NOTE = 500
+
 
 @dataclass(frozen=True, slots=True)
 class Hold:
@@ -44,6 +50,11 @@ class Hold:
 
     fds: tuple[int, ...]  # at most 8
     note: str  # at most 500 bytes
+
+    def __post_init__(self) -> None:
+        size = len(os.fsencode(self.note))
+        if len(self.fds) > MOST_HELD or size > MOST_NOTE:
+            raise ValueError(f"{len(self.fds)} descriptors and a note of {size} bytes are more than can be held")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +157,9 @@ class Box(Protocol):
         ...
 
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
-        """End it. On return no process of it is left. Idempotent; the first ending given is the one that counts."""
+        """End it. On return no process of it is left, nor anything that the driver keeps for it. Idempotent; the first
+        ending given is the one that counts. Of a box that died of itself it removes what is left: called by whoever has
+        written down how it died, for until then another node must be told of it."""
         ...
 
 
@@ -162,10 +175,11 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """A box that died while it had no node."""
+    """A box that died while it had no node. It is told of again until `forget` is called, once that is written down."""
 
     note: str
     death: Death
+    forget: Callable[[], None] = lambda: None
 
 
 class Driver(Protocol):
@@ -173,24 +187,32 @@ class Driver(Protocol):
 
     name: str
 
-    async def create(self, box_id: str, spec: SandboxSpec, named: frozenset[str], keeping: Keeping = NOT_KEPT) -> Box:
+    async def create(
+        self,
+        box_id: str,
+        spec: SandboxSpec,
+        named: frozenset[str],
+        keeping: Keeping = NOT_KEPT,
+        like: Box | None = None,
+    ) -> Box:
         """A box in which a process can start. `named` holds the fields of `spec.limits` that the user set by name,
-        for which a loss is a refusal. Raises NotFound (image), Unsupported, StartFailed, InvalidRequest (volume)."""
+        for which a loss is a refusal. `like` lives and was made from `spec.image`: the same files, even if another
+        image has that name by now. Raises NotFound (image), Unsupported, StartFailed, InvalidRequest (volume)."""
         ...
 
-    def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str]) -> bool:
-        """Whether a box that was parked with one spec can become one with the other. Raises Unsupported for a limit
-        that this host cannot keep."""
+    def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str], like: Box | None = None) -> bool:
+        """Whether a box that was parked with one spec can become one with the other, from the files that `like` was
+        made from. Raises Unsupported for a limit that this host cannot keep."""
         ...
 
     async def claim(self, box: Box, spec: SandboxSpec, named: frozenset[str], keeping: Keeping) -> None:
-        """Give a parked box the limits, lifetime and note that it was not made with. Raises OSError, SandlotError: then
-        it is of no use."""
+        """Give a parked box the limits, lifetime and note that it was not made with. Raises
+        Unsupported (the kernel refuses a limit), OSError, SandlotError: then it is of no use."""
         ...
 
     async def adopt(self) -> tuple[list[Adopted], list[Remains]]:
         """Take over the boxes that a dead node left in this driver's directory. Before the first `create`. Parked ones
-        are ended; of those that died meanwhile it is told how, and what they left is removed."""
+        are ended; of those that died meanwhile it is told how. Of all others nothing is left."""
         ...
 
     async def snapshot(self, box: Box, name: str | None, config: ImageConfig | None = None) -> ImageInfo:
@@ -209,7 +231,8 @@ class Driver(Protocol):
         ...
 
     async def forget(self, image: str) -> None:
-        """Delete a snapshot; boxes made from it live on. Raises NotFound, Conflict (it cannot be deleted)."""
+        """Delete a snapshot; boxes made from it live on, and `create` takes it from them. One without a name goes when
+        nobody stands on it. Raises NotFound, Conflict (it cannot be deleted)."""
         ...
 
     async def prune(self) -> None:

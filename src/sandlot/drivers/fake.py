@@ -257,6 +257,9 @@ class FakeBox:
             finally:
                 os.close(fd)
 
+    async def interrupt(self, terminal: int, number: int) -> None:
+        """No script stands in the foreground of a terminal."""
+
     async def stats(self) -> Stats:
         self._check_alive()
         sizes = [os.fstat(fd).st_size for fd in self._files.values()]
@@ -352,15 +355,22 @@ class FakeDriver:
         self._snapshots: dict[str, tuple[ImageInfo, dict[str, bytes]]] = {}
 
     async def create(
-        self, box_id: str, spec: SandboxSpec, named: frozenset[str], keeping: Keeping = NOT_KEPT
+        self,
+        box_id: str,
+        spec: SandboxSpec,
+        named: frozenset[str],
+        keeping: Keeping = NOT_KEPT,
+        like: Box | None = None,
     ) -> FakeBox:
-        if spec.image != "host" and spec.image not in self._snapshots:
+        if like is None and spec.image != "host" and spec.image not in self._snapshots:
             raise NotFound(f"there is no image {spec.image}", "the image of a fake box is `host`, or a snapshot")
         _check_volumes(spec)
         if self._creating is not None:
             await self._creating(box_id, spec)
         info, files = self._snapshots.get(spec.image, (None, {}))
         config = NO_CONFIG if info is None else info.config
+        if isinstance(like, FakeBox):
+            files, config = like._below, like.config
         box = FakeBox(box_id, spec, self._programs, partial(self._gone, box_id), files, config)
         self.boxes[box_id] = box
         return box
@@ -368,8 +378,10 @@ class FakeDriver:
     def _gone(self, box_id: str) -> None:
         self.boxes.pop(box_id, None)
 
-    def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str]) -> bool:
-        return parked.image == spec.image and not spec.volumes
+    def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str], like: Box | None = None) -> bool:
+        _, files = self._snapshots.get(spec.image, (None, {}))
+        same = not isinstance(like, FakeBox) or like._below == files
+        return parked.image == spec.image and not spec.volumes and same
 
     async def claim(self, box: Box, spec: SandboxSpec, named: frozenset[str], keeping: Keeping) -> None:
         assert isinstance(box, FakeBox)

@@ -3,6 +3,7 @@
 Owns `images/` of a state directory, which all nodes with that directory share:
 
     NAME.json       what an image is: its base, its layers from the lowest up, its size
+    .ID             the same before it has its name
     layers/ID/      the files of one layer, owners as the box saw them
     layers/ID.lock  locked by whoever writes the layer, and, shared, by each box that stands on it
 
@@ -44,6 +45,8 @@ HIDDEN = (FORK, STEP)
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 _STEP = re.compile(STEP + r"[0-9a-f]{32}")
 _LAYER = re.compile(r"[0-9a-f]{16}")
+# An image's file that is not linked to its name after so many seconds never will be: its node was killed.
+_UNFINISHED_SECONDS = 60
 
 # How the files of a container's layer begin that say what is gone from those below it.
 _MARK = ".wh."
@@ -209,9 +212,15 @@ class Layers:
             self.find(name)  # says which there are
 
     def unused(self) -> list[str]:
-        """Layers that no image names. An image without a name that nobody stands on is a dead node's and goes first."""
+        """Layers that no image names. An image without a name that nobody stands on is a dead node's and goes first,
+        and so does what a node was killed over while it named one."""
         if not self._layers.is_dir():
             return []
+        for path in self._directory.glob(".*"):
+            if _LAYER.fullmatch(path.name[1:]):
+                with suppress(OSError):
+                    if time.time() - path.stat().st_mtime > _UNFINISHED_SECONDS:
+                        path.unlink()
         for each in self.all():
             if each.info.name.startswith(FORK):
                 with suppress(BlockingIOError, NotFound):

@@ -17,9 +17,8 @@ import shutil
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from sandlot.api import Ending, Info
 from sandlot.errors import HostFault, host_fault
@@ -138,9 +137,20 @@ class NodeDirectory:
                 continue  # its node lives
             yield NodeDirectory(path, lock)
 
+    def is_awaited(self, seconds: float) -> bool:
+        """Of a directory from which the sandboxes are gone: whether it is a server's that was found dead less than so
+        long ago. Its ledger and its records tell a server that takes it over how they ended."""
+        if not (self.path / _NAME).exists():
+            return False
+        # A sweep that finds something to remove changes the directory too.
+        changed = [path.stat().st_mtime for path in (self.path, self.path / "ledger.jsonl") if path.exists()]
+        return time.time() - max(changed, default=0.0) < seconds
+
     def release(self) -> None:
-        """Let go of the lock; the directory stays."""
-        os.close(self._lock)
+        """Let go of the lock; the directory stays. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def remove(self) -> None:
         """Remove the directory, then let go of the lock. Raises OSError if something in it cannot be removed."""
@@ -161,19 +171,23 @@ class Ledger:
         except OSError as error:
             raise host_fault(error, f"write {self.path}") from error
 
-    def begin(self, sandbox_id: str, image: str, adopted: bool = False) -> None:
-        """A create begins, or a sandbox of the node before is taken over. Raises HostFault, and then counts nothing,
-        where it cannot be written down."""
+    def begin(self, sandbox_id: str, image: str, labels: Mapping[str, str]) -> None:
+        """A create begins. Raises HostFault, and then counts nothing, where it cannot be written down."""
         try:
-            self._write(event="adopt" if adopted else "create", id=sandbox_id, image=image)
+            self._write(event="create", id=sandbox_id, image=image, labels=dict(labels))
         except OSError as error:
             raise host_fault(error, f"write {self.path}") from error
         self._counts["created"] += 1
 
-    def end(self, sandbox_id: str, ending: Ending, detail: str | None) -> None:
+    def adopt(self, sandbox_id: str) -> None:
+        """A sandbox of the node before is taken over: it was begun there."""
+        self._counts["created"] += 1
+        self.note(event="adopt", id=sandbox_id)
+
+    def end(self, sandbox_id: str, ending: Ending, detail: str | None, losses: tuple[str, ...] = ()) -> None:
         """A sandbox that was begun has ended. Never fails: an ending happens whether or not it can be written."""
         self._counts[ending] += 1
-        self.note(event="end", id=sandbox_id, ending=ending, detail=detail)
+        self.note(event="end", id=sandbox_id, ending=ending, detail=detail, losses=losses)
 
     def note(self, **fields: object) -> None:
         """A line for the reader of the file, if there is room for it."""
@@ -184,31 +198,27 @@ class Ledger:
                 raise
             # The worst that comes of a missing line is a look, after a crash, for a sandbox that is already gone.
 
-    def past(self, since: float) -> list[Info]:
-        """What the file tells of sandboxes that ended after `since` (Unix time, seconds)."""
+    def past(self, since: float) -> tuple[list[Info], list[Info]]:
+        """What the file tells of sandboxes that ended after `since` (Unix time, seconds), and of those that were begun
+        and of which it tells no end."""
         if not self.path.is_file():
-            return []
-        begun: dict[str, dict[str, Any]] = {}
-        found: dict[str, Info] = {}
+            return [], []
+        open_: dict[str, Info] = {}
+        ended: list[Info] = []
         for line in self.path.read_text(errors="replace").splitlines():
             try:
                 entry = json.loads(line)
-                if entry["event"] in ("create", "adopt"):
-                    begun.setdefault(entry["id"], entry)
-                elif entry["event"] == "end" and entry["at"] > since:
-                    first = begun.get(entry["id"], entry)
-                    found[entry["id"]] = Info(
-                        id=entry["id"],
-                        image=first.get("image", "host"),
-                        state="ended",
-                        created_at=first["at"],
-                        ended_at=entry["at"],
-                        ending=entry["ending"],
-                        detail=entry["detail"],
+                if entry["event"] == "create":
+                    known = {name: entry[name] for name in ("id", "image", "labels")}
+                    open_[entry["id"]] = Info(state="running", created_at=entry["at"], **known)
+                elif entry["event"] == "end" and (begun := open_.pop(entry["id"], None)) and entry["at"] > since:
+                    known = {name: entry[name] for name in ("ending", "detail", "losses")}
+                    ended.append(
+                        Info.model_validate({**begun.model_dump(), "state": "ended", "ended_at": entry["at"], **known})
                     )
             except (ValueError, KeyError):  # the node was killed in the middle of a line
                 continue
-        return list(found.values())
+        return ended, list(open_.values())
 
     def counts(self) -> dict[str, int]:
         """`created`, `running` and every ending, zeros included."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from sandlot import asgi
 from sandlot.api import Info, Run, SandboxSpec, Target
@@ -40,24 +42,53 @@ class About:
         return cls(*json.loads(text))
 
     def write(self) -> str:
-        # Words are cut, they only say what could not be started; in ASCII, six bytes a letter at most.
-        words = (self.key, self.what, self.argv0[:25], self.cwd[:25], self.started_at, self.timeout, self.cap)
+        """At most 500 bytes: of them the key, each of whose 100 letters may be an escaped one, takes 200."""
+        words = (self.key, self.what, _cut(self.argv0), _cut(self.cwd), self.started_at, self.timeout, self.cap)
         return json.dumps(words, separators=(",", ":"))
+
+
+def _cut(word: str) -> str:
+    """As much of it as is a hundred bytes of JSON: it only says what could not be started."""
+    word = word[:100]
+    while len(json.dumps(word)) > 102:
+        word = word[:-1]
+    return word
 
 
 @dataclass(slots=True)
 class Command:
-    """A process that was started for a run."""
+    """A process that was started for a run. `file`, of a run with a key that may be told by another node, is a memory
+    file for all of the result but its output: what is measured once cannot be measured again."""
 
     box: Box
     process: Process
     out: Stream
     err: Stream
     about: About
+    file: int = -1
+    outcome: dict[str, Any] = field(init=False)  # those fields of the result that are known
+
+    def __post_init__(self) -> None:
+        text = os.pread(self.file, 4096, 0) if self.file >= 0 else b""
+        self.outcome = json.loads(text) if text else {"timed_out": False}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its result is known, and may have been told."""
+        return "exit_code" in self.outcome
+
+    def learn(self, **outcome: object) -> None:
+        """More of the result. The text only grows, so that it is never half an old one."""
+        self.outcome |= outcome
+        if self.file >= 0:
+            os.pwrite(self.file, json.dumps(self.outcome).encode(), 0)
 
     def close(self) -> None:
         self.out.close()
         self.err.close()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ business.
       its output           moved to its log as it comes by the loop's readiness callbacks, no task, no thread
     a sandbox's end        destroy · its idle or lifetime timer · Box.death, whichever is first; all meet in `_finish`
     a box's end by reset   `reset` puts another box in its place first, so its death is nobody's end
+    close                  waits for: the boxes that are being made, then every end, then the calls that clean up
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import resource
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -99,6 +100,11 @@ _PAST = {
 }
 
 
+def _info(sandbox_id: str, spec: SandboxSpec, created_at: float) -> Info:
+    """What is known of a sandbox that has no box."""
+    return Info(id=sandbox_id, image=spec.image, state="running", created_at=created_at, labels=spec.labels)
+
+
 async def _let_go(found: Adopted) -> None:
     """End a box that is nobody's sandbox."""
     for _, _, fds in found.runs:
@@ -133,13 +139,12 @@ class Node:
         self.driver = driver
         self._grace = orphan_grace
         self._pool = Pool(driver, warm, orphan_grace)
-        self._forks: dict[str, set[str]] = {}  # images without a name of their own, and the sandboxes made from them
         self._state_dir = state_dir
         self._directory = directory
         self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, Info] = OrderedDict()
-        self._creates: set[asyncio.Future[None]] = set()  # one for each create in progress
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._making: set[asyncio.Future[Any]] = set()  # one for each box that is being made
+        self._tasks: set[asyncio.Future[Any]] = set()  # what else is to be waited for
         self._pruning: asyncio.Task[None] | None = None
         self._upstreams: httpx2.AsyncHTTPTransport | None = None
         self._closing = False
@@ -166,7 +171,7 @@ class Node:
         try:
             await self._sweep(self._directory)
             await self._adopt()
-            self._pruning = self._task(self._prune())
+            self._prune_soon()
             self._pool.start()
         except BaseException:  # nobody has a node to close who was cancelled while it was made
             await self.close()
@@ -176,18 +181,20 @@ class Node:
 
     async def _adopt(self) -> None:
         """Carry on with the sandboxes of the node whose directory this is."""
-        for past in self.ledger.past(time.time() - ENDED_SECONDS):
+        ended, unknown = self.ledger.past(time.time() - ENDED_SECONDS)
+        for past in ended:
             self._ended[past.id] = past
         adopted, remains = await self.driver.adopt()
-        # A node that was killed during a reset leaves two boxes of one sandbox: the later one is it.
-        latest: dict[str, int] = {}
+        # A node that was killed during a reset leaves two boxes of one sandbox. The earlier one is it: the later one
+        # lacks routes until the moment in which the earlier one is ended.
+        first: dict[str, int] = {}
         notes = [Note.read(each.note) for each in adopted]
         for note in notes:
             if note is not None:
-                latest[note.id] = max(note.generation, latest.get(note.id, 0))
+                first[note.id] = min(note.generation, first.get(note.id, note.generation))
         for each, note in zip(adopted, notes, strict=True):
             try:
-                if note is None or latest[note.id] != note.generation:  # of another version, or before a reset
+                if note is None or first[note.id] != note.generation:  # of another version, or of half a reset
                     await _let_go(each)
                 else:
                     await self._carry_on(each, note)
@@ -196,19 +203,25 @@ class Node:
         for gone in remains:
             note = Note.read(gone.note)
             if note is not None and note.id not in self._ended and note.id not in self._live:
-                self.ledger.begin(note.id, note.spec.image, adopted=True)
-                self._record_end(note.id, note.spec, note.created_at, gone.death)
+                self.ledger.adopt(note.id)
+                self._record_end(_info(note.id, note.spec, note.created_at), gone.death)
+            gone.forget()
+        for past in unknown:  # what had no record died with its node
+            if past.id not in self._ended and past.id not in self._live:
+                self.ledger.adopt(past.id)
+                self._record_end(past, Death(Ending.ORPHANED))
 
     async def _carry_on(self, found: Adopted, note: Note) -> None:
-        self.ledger.begin(note.id, note.spec.image, adopted=True)
+        self.ledger.adopt(note.id)
         live = Live(note.id, note.spec, note.named, found.box, note.created_at, note.generation)
         self._begin_life(live, note.created_at)
-        if note.spec.image.startswith(FORK):
-            self._forks.setdefault(note.spec.image, set()).add(live.id)
         runs = [(About.read(words), process, fds) for process, words, fds in found.runs]
         for about, process, fds in sorted(runs, key=lambda run: run[0].started_at):
             out, err = Stream(about.cap, fds[0], fds[1]), Stream(about.cap, fds[2], fds[3])
-            command = Command(found.box, process, out, err, about)
+            command = Command(found.box, process, out, err, about, *fds[4:])
+            if command.is_over:  # a child that it left may write on: not into a result that was told
+                out.stop()
+                err.stop()
             if about.key is None:  # its caller was answered that the connection broke
                 self._in_background(self._drop(command))
             else:
@@ -224,13 +237,14 @@ class Node:
             try:
                 async with deadline(STEP_SECONDS, f"removing what the dead node {dead.short_id} left"):
                     swept = await self.driver.sweep(dead.path)
-                if swept:
+                # It stays while its sandboxes live, or can be asked about, and wait for their node.
+                if swept and not dead.is_awaited(ENDED_SECONDS):
                     dead.remove()
-                else:
-                    dead.release()  # its sandboxes live, and wait for their node
             except (OSError, SandlotError) as error:
                 # It stays for the next start. Somebody else's remains are no reason for this node not to start.
                 self.ledger.note(event="sweep_failed", path=str(dead.path), error=str(error))
+            finally:
+                dead.release()
 
     async def close(self) -> None:
         """End every sandbox as `drained`, then let go of the directory. Idempotent."""
@@ -240,14 +254,15 @@ class Node:
         await shielded(self._close())
 
     async def _close(self) -> None:
-        if self._creates:  # each ends with a box in the table or with nothing
-            await asyncio.wait(self._creates, timeout=CREATE_SECONDS)
+        if self._making:  # each ends with a box in the table or with nothing, and no more are begun
+            await asyncio.wait(self._making, timeout=CREATE_SECONDS + STEP_SECONDS)
         await self._pool.close()
         turn = asyncio.Semaphore(ENDS_AT_ONCE)
         ends = [self._drain(live, turn) for live in list(self._live.values())]
         outcomes = await asyncio.gather(*ends, return_exceptions=True)
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=STEP_SECONDS)
+        until = time.monotonic() + STEP_SECONDS
+        while self._tasks and (left := until - time.monotonic()) > 0:  # one may begin another
+            await asyncio.wait(self._tasks, timeout=left)
         if self._upstreams is not None:
             await self._upstreams.aclose()
         await self.driver.close()
@@ -267,42 +282,51 @@ class Node:
         async with turn:
             await self._end(live, Ending.DRAINED)
 
-    async def create(self, spec: SandboxSpec) -> Info:
+    @contextmanager
+    def _in_progress(self, calls: set[asyncio.Future[Any]]) -> Iterator[None]:
+        """One of the calls that `close` waits for. Raises HostFault when that has begun."""
         if self._closing:
             raise HostFault("the node is shutting down")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        calls.add(done)
+        try:
+            yield
+        finally:
+            calls.discard(done)
+            done.set_result(None)
+
+    async def create(self, spec: SandboxSpec) -> Info:
         named = frozenset(spec.limits.model_fields_set) if "limits" in spec.model_fields_set else frozenset[str]()
         return await self._create(spec, named)
 
     async def _create(self, spec: SandboxSpec, named: frozenset[str]) -> Info:
         sandbox_id = f"sb-{self._id}{secrets.token_hex(7)}"  # 56 bits: ten thousand of them never meet
         created_at = time.time()
-        self.ledger.begin(sandbox_id, spec.image)
-        in_progress: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._creates.add(in_progress)
-        try:
-            note = Note(sandbox_id, spec, named, created_at, 0).write() if self._grace else ""
-            box = await self._make(sandbox_id, spec, named, note)
-        except BaseException as error:
-            cancelled = isinstance(error, asyncio.CancelledError)
-            detail = "the create was cancelled" if cancelled else str(error) or type(error).__name__
-            self._record_end(sandbox_id, spec, created_at, Death(Ending.START_FAILED, detail))
-            if isinstance(error, OSError):
-                raise host_fault(error, f"make sandbox {sandbox_id}") from error
-            raise
-        finally:
-            self._creates.discard(in_progress)
-            in_progress.set_result(None)
+        with self._in_progress(self._making):
+            self.ledger.begin(sandbox_id, spec.image, spec.labels)
+            try:
+                note = Note(sandbox_id, spec, named, created_at, 0).write() if self._grace else ""
+                box = await self._make(sandbox_id, spec, named, note)
+            except BaseException as error:
+                cancelled = isinstance(error, asyncio.CancelledError)
+                detail = "the create was cancelled" if cancelled else str(error) or type(error).__name__
+                self._record_end(_info(sandbox_id, spec, created_at), Death(Ending.START_FAILED, detail))
+                if isinstance(error, OSError):
+                    raise host_fault(error, f"make sandbox {sandbox_id}") from error
+                raise
         # No await from here to the return: a cancellation finds either nothing or a sandbox that its caller knows.
         live = Live(sandbox_id, spec, named, box, created_at)
         self._begin_life(live, created_at)
         return live.info()
 
-    async def _make(self, box_id: str, spec: SandboxSpec, named: frozenset[str], note: str) -> Box:
-        """A box: a warm one if there is one, else a new one."""
+    async def _make(
+        self, box_id: str, spec: SandboxSpec, named: frozenset[str], note: str, like: Box | None = None
+    ) -> Box:
+        """A box: a warm one if there is one, else a new one; from the files that `like` was made from, if given."""
         keeping = Keeping(self._grace, note)
         async with deadline(CREATE_SECONDS, f"making sandbox {box_id}", "`sandlot doctor` looks at this host"):
-            warm = await self._pool.claim(spec, named, keeping)
-            return warm or await self.driver.create(box_id, spec, named, keeping)
+            warm = await self._pool.claim(spec, named, keeping, like)
+            return warm or await self.driver.create(box_id, spec, named, keeping, like)
 
     def _begin_life(self, live: Live, created_at: float) -> None:
         loop = asyncio.get_running_loop()
@@ -355,6 +379,7 @@ class Node:
         box = live.box
         theirs: list[int] = []
         streams: list[Stream] = []
+        outcome = -1
         try:
             cap = live.spec.limits.output if run.output_cap is None else run.output_cap
             for _ in range(2):
@@ -367,58 +392,70 @@ class Node:
                 stdin = input_file(run.stdin)
                 theirs.append(stdin)
             about = About(run.key, same, run.argv[0], cwd, clock(), run.timeout, cap)
-            hold = Hold((out.pipe, out.log, err.pipe, err.log), about.write()) if self._grace else None
+            hold = None
+            if self._grace:
+                held: tuple[int, ...] = (out.pipe, out.log, err.pipe, err.log)
+                if run.key is not None:
+                    outcome = os.memfd_create("sandlot-outcome", os.MFD_CLOEXEC)
+                    held += (outcome,)
+                hold = Hold(held, about.write())
             async with deadline(STEP_SECONDS, f"starting {run.argv[0]} in sandbox {live.id}"):
                 process = await box.spawn(Spawn(run.argv, env, cwd, user), stdin, theirs[0], theirs[1], hold)
         except BaseException:
             for stream in streams:
                 stream.close()
+            if outcome >= 0:
+                os.close(outcome)
             raise
         finally:
             for fd in theirs:
                 os.close(fd)
         if run.key is not None:
             live.keyed.started(run.key, process)
-        return await self._complete(live, Command(box, process, out, err, about))
+        return await self._complete(live, Command(box, process, out, err, about, outcome))
 
     async def _complete(self, live: Live, command: Command) -> RunResult:
         """The result of a command that was started, here or by the node before this one."""
-        process, out, err, about = command.process, command.out, command.err, command.about
         try:
-            left = None if about.timeout is None else max(0.0, about.started_at + about.timeout - clock())
-            try:
-                ended, timed_out = await _wait(process, left)
-            except BaseException:
-                await shielded(process.release())
-                raise
-            out.drain()
-            err.drain()
-            if ended.error is not None:
-                err.say(_not_started(about.argv0, about.cwd, ended))
-            output, errors = out.output(), err.output()
-            if about.key is None:
-                await process.release()
+            if not command.is_over:
+                await self._finish_run(live, command)
+            out, err = command.out.output(), command.err.output()
+            if command.about.key is None:
+                await command.process.release()
         finally:
             command.close()
+        # Every field is ours and right: validation would only cost time here.
+        return RunResult.model_construct(out=out, err=err, **command.outcome)
+
+    async def _finish_run(self, live: Live, command: Command) -> None:
+        """Wait for its end: then its outcome is known, and all that it said is in its logs."""
+        process, err, about = command.process, command.err, command.about
+        left = None if about.timeout is None else max(0.0, about.started_at + about.timeout - clock())
+        try:
+            ended = await _wait(command, left)
+        except BaseException:
+            await shielded(process.release())
+            raise
         if ended.signal is not None and command.box.death.done():
             if live.box is not command.box:
                 raise Conflict(f"sandbox {live.id} was reset while {about.argv0} ran in it")
             raise self._lost(live)
-        return RunResult.model_construct(  # every field is ours and right: validation would only cost time here
+        command.out.drain()
+        err.drain()
+        if ended.error is not None and not err.total:  # else the node before this one said it
+            err.say(_not_started(about.argv0, about.cwd, ended))
+        command.learn(
             exit_code=_exit_code(ended),
             signal=ended.signal,
-            timed_out=timed_out,
             oom=ended.oom,
-            out=output,
-            err=errors,
             seconds=clock() - about.started_at,
             cpu_seconds=ended.cpu_seconds,
         )
 
     async def read_file(self, sandbox_id: str, path: str) -> bytes:
-        with self._running(sandbox_id) as live:
-            async with deadline(STEP_SECONDS, f"reading {path} of sandbox {sandbox_id}"):
-                return await self._step(live, f"read {path} of sandbox {sandbox_id}", files.read(live.box, path))
+        live = self._running(sandbox_id)  # and not `with`: to look at it is not work
+        async with deadline(STEP_SECONDS, f"reading {path} of sandbox {sandbox_id}"):
+            return await self._step(live, f"read {path} of sandbox {sandbox_id}", files.read(live.box, path))
 
     async def write_file(self, sandbox_id: str, path: str, data: bytes, mode: int = 0o644) -> None:
         with self._running(sandbox_id) as live:
@@ -440,10 +477,13 @@ class Node:
             async with deadline(STEP_SECONDS, f"listening on port {port} of sandbox {sandbox_id}"):
                 work = self._listen(box, port, target)
                 served = await self._step(live, f"listen on port {port} of sandbox {sandbox_id}", work)
-            if box.death.done():
-                served.close()
+            if live.box is box and not box.death.done():
+                live.routes.append(Route(port, target, served))
+                return
+            served.close()
+            if live.box is box:
                 raise self._lost(live)
-            live.routes.append(Route(port, target, served))
+            raise Conflict(f"sandbox {sandbox_id} was reset while port {port} was being routed", "route it again")
 
     # What becomes of its files.
 
@@ -460,29 +500,49 @@ class Node:
         left = spec
         if spec.lifetime is not None:
             left = spec.model_copy(update={"lifetime": max(0.001, live.created_at + spec.lifetime - time.time())})
-        box = await self._make(f"{live.id}.{generation}", left, live.named, live.note(spec, generation))
-        if self._live.get(live.id) is not live:  # it ended meanwhile
-            await box.destroy(Ending.EXIT)
-            raise self._ended_error(live.id)
-        old, routes = live.box, live.routes
-        live.routes, live.spec, live.generation = [], spec, generation
-        live.take(box)
-        box.death.add_done_callback(partial(self._died, live, box))
-        for route in routes:
-            route.served.close()
-        held = live.keyed.clear()  # of the box that ends
-        async with deadline(STEP_SECONDS, f"ending what ran in sandbox {live.id}"):
-            await old.destroy(Ending.EXIT)
-        for process in held:
-            await process.release()
-        for route in routes:
-            served = await self._step(live, "listen again after a reset", self._listen(box, route.port, route.target))
-            live.routes.append(Route(route.port, route.target, served))
+        like = live.box if image is None else None
+        routes: list[Route] = []
+        with self._in_progress(self._making):
+            work = self._make(f"{live.id}.{generation}", left, live.named, live.note(spec, generation), like)
+            box = await self._step(live, f"reset sandbox {live.id}", work)
+            try:
+                while not live.ending and len(routes) < len(live.routes):  # one may come in addition meanwhile
+                    port, target = live.routes[len(routes)].port, live.routes[len(routes)].target
+                    routes.append(Route(port, target, await self._listen(box, port, target)))
+                if live.ending:  # whoever ends it sees to the box that it has, and not to another
+                    raise await self._after_its_end(live)
+            except BaseException as error:
+                for route in routes:
+                    route.served.close()
+                await box.destroy(Ending.EXIT)
+                if isinstance(error, OSError):
+                    raise host_fault(error, f"reset sandbox {live.id}") from error
+                raise
+            # Everything in one step: from now on the sandbox is the new box, for a node that adopts it too.
+            old, before = live.box, live.routes
+            live.routes, live.spec, live.generation = routes, spec, generation
+            live.take(box)
+            box.death.add_done_callback(partial(self._died, live, box))
+            for route in before:
+                route.served.close()
+            held = live.keyed.clear()  # of the box that ends
+            async with deadline(STEP_SECONDS, f"ending what ran in sandbox {live.id}"):
+                await old.destroy(Ending.EXIT)
+            for process in held:
+                await process.release()
+        if image is not None:
+            self._prune_soon()
         return live.info()
+
+    async def _after_its_end(self, live: Live) -> SandlotError:
+        """SandboxEnded for a sandbox that somebody is ending, once that is done."""
+        async with deadline(STEP_SECONDS, f"the end of sandbox {live.id}"):
+            await asyncio.wait((live.box.death,))
+        return self._lost(live)
 
     async def snapshot(self, sandbox_id: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
         live = self._running(sandbox_id)
-        with live:
+        with live, self._in_progress(self._tasks):
             return await self._snapshot(live, name, config)
 
     async def _snapshot(self, live: Live, name: str | None, config: ImageConfig | None = None) -> ImageInfo:
@@ -494,33 +554,22 @@ class Node:
         if not 0 < count <= MOST_FORKS:
             raise InvalidRequest(f"a sandbox can be forked into 1 to {MOST_FORKS}, not into {count}")
         live = self._running(sandbox_id)
-        with live:
+        turn = asyncio.Semaphore(ENDS_AT_ONCE)
+        infos: list[Info] = []
+
+        async def one(spec: SandboxSpec) -> None:
+            async with turn:
+                infos.append(await self._create(spec, live.named))
+
+        async def undo() -> None:
+            for info in infos:
+                await self.destroy(info.id)
+
+        with live, self._in_progress(self._tasks):
             image = (await self._snapshot(live, None)).name
-            made_from = self._forks[image] = {live.id}  # until all are made: one that ends at once must not be the last
             spec = live.spec.model_copy(update={"image": image})
-            turn = asyncio.Semaphore(ENDS_AT_ONCE)
-
-            infos: list[Info] = []
-
-            async def one() -> None:
-                async with turn:
-                    info = await self._create(spec, live.named)
-                infos.append(info)
-                if info.id in self._live:
-                    made_from.add(info.id)
-
-            async def undo() -> None:
-                for info in infos:
-                    await self.destroy(info.id)
-
-            async def settle() -> None:
-                if live.spec.image != image:
-                    made_from.discard(live.id)
-                if not made_from:
-                    await self._forget_fork(image)
-
             try:
-                made = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
+                made = await asyncio.gather(*(one(spec) for _ in range(count)), return_exceptions=True)
                 for failed in made:
                     if failed is not None:
                         raise failed
@@ -528,7 +577,7 @@ class Node:
                 await shielded(undo())
                 raise
             finally:
-                await shielded(settle())
+                self._in_background(self.driver.forget(image))  # its files stay for those that were made from it
             return infos
 
     async def diff(self, sandbox_id: str) -> list[Change]:
@@ -561,6 +610,8 @@ class Node:
             return await self.driver.tag(image, name, config)
 
     async def delete_image(self, name: str) -> None:
+        if name.startswith(FORK):
+            raise Conflict(f"{name} is what sandboxes were forked as, and goes with the last of them")
         async with deadline(COPY_SECONDS, f"deleting the image {name}"):
             await self.driver.forget(name)
 
@@ -618,16 +669,14 @@ class Node:
         live.ending = True
         self._in_background(self._end(live, ending))
 
-    async def _prune(self) -> None:
+    def _prune_soon(self) -> None:
         """Remove what nobody stands on any more, once for many that end together."""
+        if self._pruning is None:
+            self._pruning = self._task(self._prune())
+
+    async def _prune(self) -> None:
         self._pruning = None
         await self._recorded(self.driver.prune())
-
-    async def _forget_fork(self, image: str) -> None:
-        """Nobody can be made from it, or be reset to it, any more."""
-        self._forks.pop(image, None)
-        with suppress(NotFound):
-            await self.driver.forget(image)
 
     async def _end(self, live: Live, ending: Ending) -> None:
         """Destroy the box. When this returns no process of it is left and its end is on record."""
@@ -656,29 +705,15 @@ class Node:
             route.served.close()
         for process in live.keyed.clear():
             self._in_background(process.release())
-        for image, made in list(self._forks.items()):
-            made.discard(live.id)
-            if not made:
-                self._in_background(self._forget_fork(image))
-        if live.spec.image != "host" and self._pruning is None:
-            self._pruning = self._task(self._prune())
-        self._record_end(live.id, live.spec, live.created_at, death, live.box.losses)
+        if live.spec.image != "host":
+            self._prune_soon()
+        self._record_end(live.info(), death)
 
-    def _record_end(
-        self, sandbox_id: str, spec: SandboxSpec, created_at: float, death: Death, losses: tuple[str, ...] = ()
-    ) -> None:
+    def _record_end(self, info: Info, death: Death) -> None:
         now = time.time()
-        self.ledger.end(sandbox_id, death.ending, death.detail)
-        self._ended[sandbox_id] = Info(
-            id=sandbox_id,
-            image=spec.image,
-            state="ended",
-            created_at=created_at,
-            ended_at=now,
-            ending=death.ending,
-            detail=death.detail,
-            labels=spec.labels,
-            losses=losses,
+        self.ledger.end(info.id, death.ending, death.detail, info.losses)
+        self._ended[info.id] = info.model_copy(
+            update={"state": "ended", "ended_at": now, "ending": death.ending, "detail": death.detail}
         )
         while self._ended:
             oldest = next(iter(self._ended.values()))
@@ -776,14 +811,16 @@ class Node:
         return death.done()
 
 
-async def _wait(process: Process, timeout: float | None) -> tuple[Exit, bool]:
-    """How it ended, and whether it had to be ended. On cancellation the whole tree is killed first."""
+async def _wait(command: Command, timeout: float | None) -> Exit:
+    """How it ended, or was ended: that is written down. On cancellation the whole tree is killed first."""
+    process = command.process
     try:
         async with asyncio.timeout(timeout):
-            return await process.wait(), False
+            return await process.wait()
     except TimeoutError:
+        command.learn(timed_out=True)  # first: a node that comes after this one sees only that it was killed
         await _kill(process)
-        return await process.wait(), True
+        return await process.wait()
     except asyncio.CancelledError:
         await shielded(_kill(process))
         raise

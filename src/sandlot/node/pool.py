@@ -16,7 +16,7 @@ from functools import partial
 from sandlot.aio import deadline
 from sandlot.api import Ending, PoolInfo, SandboxSpec, Warm
 from sandlot.drivers.base import Box, Death, Driver, Keeping
-from sandlot.errors import SandlotError
+from sandlot.errors import SandlotError, Unsupported
 
 # A refill that fails (host out of memory, image gone) is tried again after this many seconds, not at once.
 _AGAIN_SECONDS = 5.0
@@ -52,26 +52,26 @@ class Pool:
         loop = asyncio.get_running_loop()
         self._filling = [loop.create_task(self._fill(kind)) for kind in self._kinds]
 
-    async def claim(self, spec: SandboxSpec, named: frozenset[str], keeping: Keeping) -> Box | None:
-        """A warm box made into what `spec` says; None when no pool fits or none is ready. Raises Unsupported."""
+    async def claim(
+        self, spec: SandboxSpec, named: frozenset[str], keeping: Keeping, like: Box | None = None
+    ) -> Box | None:
+        """A warm box made into what `spec` says (and from what `like` was made from); None when no pool fits, or none
+        is ready. Raises Unsupported. Whatever goes wrong costs one box: it may not be the box's fault."""
         for kind in self._kinds:
-            if not self._driver.fits(kind.spec, spec, named):
+            if not self._driver.fits(kind.spec, spec, named, like):
                 continue
-            while kind.ready:
+            if kind.ready:
                 box = kind.ready.popleft()
                 kind.wanted.set()
-                if box.death.done():
-                    continue
                 try:
                     await self._driver.claim(box, spec, named, keeping)
-                except (OSError, SandlotError):
+                except BaseException as error:
                     self._discard(box)
-                    continue
-                except BaseException:
-                    self._discard(box)
-                    raise
-                kind.hits += 1
-                return box
+                    if isinstance(error, Unsupported) or not isinstance(error, (OSError, SandlotError)):
+                        raise
+                else:
+                    kind.hits += 1
+                    return box
             kind.misses += 1
         return None
 
@@ -118,6 +118,7 @@ class Pool:
         if box in kind.ready:
             kind.ready.remove(box)
             kind.wanted.set()
+            self._discard(box)
 
     def _discard(self, box: Box) -> None:
         task: asyncio.Task[object] = asyncio.get_running_loop().create_task(box.destroy(Ending.HELPER_DIED))

@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Stream:
     """One stream of a command on its way: the first half of the cap is kept from the head, the rest from the tail."""
 
-    __slots__ = ("_loop", "_reading", "_total", "_wasted", "cap", "log", "pipe")
+    __slots__ = ("_loop", "_reading", "_wasted", "cap", "log", "pipe", "total")
 
     def __init__(self, cap: int, pipe: int, log: int) -> None:
         """Reads from `pipe` into `log`, a memory file at the position it has; both are this object's from now on."""
@@ -35,7 +35,7 @@ class Stream:
         self.pipe = pipe
         self.log = log
         os.set_blocking(pipe, False)  # our end only: a program's own output must block when the pipe is full
-        self._total = os.lseek(log, 0, os.SEEK_CUR)
+        self.total = os.lseek(log, 0, os.SEEK_CUR)  # bytes that came
         self._wasted = cap // 2  # up to here, from the head's end, the middle was given back
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pipe, self._readable)
@@ -61,11 +61,11 @@ class Stream:
         if moved:
             self._kept(moved)
         else:
-            self._stop()
+            self.stop()
 
     def _kept(self, moved: int) -> None:
-        self._total += moved
-        surplus = self._total - (self.cap - self.cap // 2) - self._wasted
+        self.total += moved
+        surplus = self.total - (self.cap - self.cap // 2) - self._wasted
         if surplus >= _PIECE:
             _libc.fallocate(
                 self.log, _PUNCH, ctypes.c_long(self._wasted), ctypes.c_long(surplus)
@@ -93,21 +93,22 @@ class Stream:
 
     def output(self) -> Output:
         """What was kept so far."""
-        if self._total <= self.cap:
-            data = os.pread(self.log, self._total, 0)
+        if self.total <= self.cap:
+            data = os.pread(self.log, self.total, 0)
         else:
             tail = self.cap - self.cap // 2
-            data = os.pread(self.log, self.cap // 2, 0) + os.pread(self.log, tail, self._total - tail)
-        return Output.model_construct(data=data, total=self._total)
+            data = os.pread(self.log, self.cap // 2, 0) + os.pread(self.log, tail, self.total - tail)
+        return Output.model_construct(data=data, total=self.total)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Take no more."""
         if self._reading:
             self._reading = False
             self._loop.remove_reader(self.pipe)
 
     def close(self) -> None:
         if self.pipe >= 0:
-            self._stop()
+            self.stop()
             os.close(self.pipe)
             os.close(self.log)
             self.pipe = self.log = -1

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ except HostFault as error:
 def test_counts_add_up(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for i in range(5):
-        ledger.begin(f"sb-{i}", "host")
+        ledger.begin(f"sb-{i}", "host", {})
     ledger.end("sb-0", Ending.EXIT, None)
     ledger.end("sb-1", Ending.OOM, "out of memory")
     counts = ledger.counts()
@@ -111,9 +112,21 @@ def test_a_full_disk_refuses_a_create_and_never_an_ending(tmp_path: Path) -> Non
     os.symlink("/dev/full", tmp_path / "ledger.jsonl")
     ledger = Ledger(tmp_path)
     with pytest.raises(HostFault, match="No space left") as fault:
-        ledger.begin("sb-0", "host")
+        ledger.begin("sb-0", "host", {})
     assert "free some space" in (fault.value.hint or "")
     assert ledger.counts()["created"] == 0
     ledger.end("sb-0", Ending.EXIT, None)
     assert ledger.counts()["exit"] == 1
     ledger.close()
+
+
+def test_a_dead_server_s_directory_is_awaited_for_an_hour_and_nobody_else_s(tmp_path: Path) -> None:
+    named, other = NodeDirectory.claim(tmp_path, "server"), NodeDirectory.claim(tmp_path)
+    assert (named.is_awaited(3600), other.is_awaited(3600)) == (True, False)
+    os.utime(named.path, (time.time() - 4000,) * 2)
+    assert not named.is_awaited(3600)
+    Ledger(named.path).end("sb-0", Ending.EXIT, None)
+    assert named.is_awaited(3600)
+    for each in (named, other):
+        each.remove()
+        each.release()  # again: it has none by now

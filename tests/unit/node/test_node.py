@@ -378,6 +378,19 @@ async def test_a_node_sweeps_the_dead_and_spares_the_living(tmp_path: Path) -> N
     alive.remove()
 
 
+async def test_what_one_node_could_not_sweep_another_can(tmp_path: Path) -> None:
+    class Failing(FakeDriver):
+        async def sweep(self, directory: Path) -> bool:
+            raise HostFault("a process of it hangs in the kernel")
+
+    dead = NodeDirectory.claim(tmp_path)
+    dead.release()
+    async with Node(Failing(), tmp_path):
+        assert dead.path.exists()
+        async with Node(FakeDriver(), tmp_path):  # while the first one lives
+            assert not dead.path.exists()
+
+
 async def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
     entered = asyncio.Event()
 

@@ -7,22 +7,32 @@
 4. A warm pool hands out boxes that answer, with the limits that were asked for, and is refilled; others are made anew.
 5. A run with a key is started once, goes on when its caller goes away, and answers whoever asks again.
 6. An image says as whom, where and in what environment commands run; the sandbox and the run may say otherwise.
+7. A reset that meets an end, and any call that meets the node's, leaves no box behind.
+8. What was told once is told the same by a node after a killed one: results, endings, labels, what is paused, routes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
+import textwrap
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sandlot.api import Ending, ImageConfig, Limits, Message, Run, SandboxSpec, Scope, Warm
+from sandlot.api import Ending, ImageConfig, Limits, Message, Run, RunResult, SandboxSpec, Scope, Warm
+from sandlot.drivers.base import Box, Hold, Keeping
+from sandlot.drivers.fake import FakeDriver
 from sandlot.drivers.native.box import NativeBox
-from sandlot.errors import Conflict, InvalidRequest, NotFound, Unsupported
+from sandlot.drivers.native.keep import records
+from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, Unsupported
+from sandlot.node.live import About
 from sandlot.node.node import Node, local_node
 from tests.support.native import PYTHON
 
@@ -337,7 +347,6 @@ async def test_a_cancelled_fork_leaves_nothing(node: Node, tmp_path: Path) -> No
             for fork in forking.result():
                 await node.destroy(fork.id)
         assert [info.id for info in await node.list()] == [box]
-    assert node._forks == {}
     await node.close()
     assert list((tmp_path / "images/layers").iterdir()) == []
 
@@ -362,3 +371,428 @@ async def test_an_image_says_how_its_commands_run_unless_the_sandbox_or_the_run_
     assert (await node.run(box, sh("echo $A $(pwd) $(id -u)"))).stdout == "/root 0\n"
     for name in ("tool", "tool-again"):
         await node.delete_image(name)
+
+
+# -- ends that meet other calls -----------------------------------------------------------------------------------
+
+
+class Gate:
+    """Where a fake driver waits before it makes a box, while it is shut."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.open.set()
+        self.reached = asyncio.Event()
+
+    async def __call__(self, box_id: str, spec: SandboxSpec) -> None:
+        self.reached.set()
+        await self.open.wait()
+
+    def shut(self) -> None:
+        self.open.clear()
+        self.reached.clear()
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+async def fake(tmp_path: Path, gate: Gate) -> AsyncIterator[Node]:
+    async with Node(FakeDriver(creating=gate), tmp_path) as node:
+        yield node
+
+
+def boxes_of(node: Node) -> dict[str, Any]:
+    assert isinstance(node.driver, FakeDriver)
+    return node.driver.boxes
+
+
+async def test_a_reset_that_meets_an_end_leaves_no_box(fake: Node, gate: Gate) -> None:
+    box = (await fake.create(SandboxSpec())).id
+    old, slowly = fake._live[box].box, asyncio.Event()
+    destroy = old.destroy
+
+    async def destroy_slowly(ending: Ending = Ending.EXIT) -> Any:
+        await slowly.wait()
+        return await destroy(ending)
+
+    old.destroy = destroy_slowly  # type: ignore[method-assign]
+    gate.shut()
+    resetting = asyncio.ensure_future(fake.reset(box))
+    await gate.reached.wait()
+    ending = asyncio.ensure_future(fake.destroy(box))  # has begun when the new box is made, and is not done
+    await asyncio.sleep(0)
+    gate.open.set()
+    asyncio.get_running_loop().call_later(0.05, slowly.set)
+    async with asyncio.timeout(5):
+        assert (await ending).ending == "exit"
+        with pytest.raises(SandboxEnded):
+            await resetting
+    assert boxes_of(fake) == {}
+
+
+async def test_a_reset_that_cannot_listen_again_changes_nothing(fake: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = (await fake.create(SandboxSpec())).id
+    await fake.route(box, 8000, hello)
+
+    async def refuse(self: Node, box: Box, port: int, target: object) -> Any:
+        raise HostFault("no descriptors")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Node, "_listen", refuse)
+        with pytest.raises(HostFault, match="no descriptors"):
+            await fake.reset(box)
+    assert list(boxes_of(fake)) == [box]  # the one that it had, and its port is routed
+    assert [route.port for route in fake._live[box].routes] == [8000]
+    (await fake._live[box].box.connect(8000)).close()
+
+
+async def test_a_node_that_closes_while_it_forks_leaves_no_box(fake: Node, gate: Gate) -> None:
+    box = (await fake.create(SandboxSpec())).id
+    gate.shut()
+    forking = asyncio.ensure_future(fake.fork(box, 50))  # some of them wait for their turn
+    await gate.reached.wait()
+    asyncio.get_running_loop().call_later(0.05, gate.open.set)
+    await fake.close()
+    assert boxes_of(fake) == {}
+    with pytest.raises(HostFault, match="shutting down"):
+        await forking
+
+
+async def test_a_node_that_closes_while_it_resets_leaves_no_box(fake: Node, gate: Gate) -> None:
+    box = (await fake.create(SandboxSpec())).id
+    gate.shut()
+    resetting = asyncio.ensure_future(fake.reset(box))
+    await gate.reached.wait()
+    asyncio.get_running_loop().call_later(0.05, gate.open.set)
+    await fake.close()
+    assert resetting.done()
+    assert boxes_of(fake) == {}
+    assert (await fake.info(box)).ending == "drained"
+    with pytest.raises(SandboxEnded):
+        await fake.reset(box)
+
+
+async def test_looking_at_a_file_does_not_keep_a_sandbox_from_being_idle(fake: Node) -> None:
+    box = (await fake.create(SandboxSpec(idle_timeout=0.3))).id
+    until = time.monotonic() + 0.9
+    while time.monotonic() < until:
+        await fake.write_file(box, "/root/f", b"work")
+        await asyncio.sleep(0.05)
+    with pytest.raises(SandboxEnded, match="nothing was run in it"):
+        async with asyncio.timeout(5):
+            while True:
+                await fake.read_file(box, "/root/f")
+                await asyncio.sleep(0.05)
+
+
+# -- images under the feet of sandboxes ---------------------------------------------------------------------------
+
+
+async def test_a_reset_goes_back_to_the_image_it_was_made_from_whatever_the_name_means_now(node: Node) -> None:
+    maker = (await node.create(SandboxSpec())).id
+    await node.run(maker, sh("echo one > /root/f"))
+    await node.snapshot(maker, "name")
+    box = (await node.create(SandboxSpec(image="name"))).id
+    await node.delete_image("name")
+    await node.run(box, sh("echo mine > /root/f"))
+    await node.reset(box)
+    assert (await node.run(box, sh("cat /root/f"))).stdout == "one\n"
+    await node.run(maker, sh("echo two > /root/f"))
+    await node.snapshot(maker, "name")
+    await node.reset(box)
+    assert (await node.run(box, sh("cat /root/f"))).stdout == "one\n"
+    await node.reset(box, "name")  # unless it is asked for by name
+    assert (await node.run(box, sh("cat /root/f"))).stdout == "two\n"
+    await node.delete_image("name")
+
+
+async def test_what_sandboxes_were_forked_as_cannot_be_deleted(node: Node, tmp_path: Path) -> None:
+    box = (await node.create(SandboxSpec())).id
+    await node.run(box, sh("echo mine > /root/f"))
+    (fork,) = await node.fork(box)
+    with pytest.raises(Conflict, match="forked"):
+        await node.delete_image(fork.image)
+    await node.reset(fork.id)
+    assert (await node.run(fork.id, sh("cat /root/f"))).stdout == "mine\n"
+    await node.reset(fork.id, "host")  # nobody stands on it any more
+    await node.close()
+    assert list((tmp_path / "images/layers").iterdir()) == []
+
+
+# -- warm pools ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_create_that_is_refused_costs_one_warm_box(warm: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, refused in ((Unsupported("not kept"), True), (HostFault("the disk is full"), False)):
+        await full(warm)
+        claimed: list[Box] = []
+
+        async def claim(
+            box: Box,
+            spec: SandboxSpec,
+            named: frozenset[str],
+            keeping: Keeping,
+            error: Exception = error,
+            claimed: list[Box] = claimed,
+        ) -> None:
+            claimed.append(box)
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(warm.driver, "claim", claim)
+            if refused:
+                with pytest.raises(Unsupported):
+                    await warm.create(SandboxSpec())
+            else:
+                await warm.create(SandboxSpec())  # it is made anew
+        assert len(claimed) == 1
+
+
+# -- a node that is killed ----------------------------------------------------------------------------------------
+
+KILLED = """
+import asyncio, errno, json, os, signal, sys
+from pathlib import Path
+from sandlot.api import Limits, Run, SandboxSpec, Upstream
+from sandlot.drivers.native.box import NativeBox
+from sandlot.drivers.native.keep import Record
+from sandlot.errors import HostFault, Unsupported
+from sandlot.node import node as module
+from sandlot.node.node import Node, local_node
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def sh(text, **more):
+    return Run(argv=("sh", "-c", text), **more)
+
+def say(*words):
+    print(*words, flush=True)
+
+async def main():
+    BEFORE
+    async with local_node(Path(sys.argv[1]), name="test", orphan_grace=float(sys.argv[2])) as node:
+        await what(node)
+        die()
+
+async def what(node):
+"""
+
+
+async def killed(state: Path, text: str, grace: float = 60, before: str = "pass") -> list[str]:
+    """Run a node that does what `text` says, with `node`, and is killed then at the latest: the words it said."""
+    program = (
+        KILLED.replace("BEFORE", before) + textwrap.indent(textwrap.dedent(text), "    ") + "\nasyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(state), str(grace), stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(60):
+        said, _ = await process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    return said.decode().splitlines()
+
+
+@pytest.fixture
+def state(tmp_path: Path, native_reason: str | None) -> Path:
+    if native_reason:
+        pytest.skip(native_reason)
+    return tmp_path
+
+
+def next_node(state: Path) -> Node:
+    return local_node(state, name="test", orphan_grace=60)
+
+
+OVER = {
+    "missing": Run(argv=("nosuchprogram",), key="missing"),
+    "late": sh("echo hi; sleep 100", key="late", timeout=0.4),
+    "leaves": sh("echo first; (sleep 0.7; echo second) & exit 3", key="leaves"),
+    "memory": Run(argv=(PYTHON, "-I", "-S", "-c", "x = bytearray(400 << 20)"), key="memory"),
+}
+
+
+async def test_the_result_of_a_run_with_a_key_is_the_same_when_another_node_tells_it(state: Path) -> None:
+    said = await killed(
+        state,
+        f"""
+        try:
+            box = (await node.create(SandboxSpec(limits=Limits(memory=128 << 20)))).id
+        except Unsupported:  # nobody counts memory here
+            box = (await node.create(SandboxSpec())).id
+        say(box)
+        for text in {[run.model_dump_json() for run in OVER.values()]!r}:
+            say((await node.run(box, Run.model_validate_json(text))).model_dump_json())
+        """,
+    )
+    await asyncio.sleep(1)  # seconds that are nobody's, and the second line of the one that left a child
+    async with next_node(state) as node:
+        for run, text in zip(OVER.values(), said[1:], strict=True):
+            for _ in range(2):
+                assert await node.run(said[0], run) == RunResult.model_validate_json(text), run.key
+        await node.destroy(said[0])
+
+
+async def test_a_run_that_times_out_says_so_when_its_node_is_killed_at_that_moment(state: Path) -> None:
+    (box,) = await killed(
+        state,
+        """
+        box = (await node.create(SandboxSpec())).id
+        say(box)
+        async def kill(process):
+            await process.kill_tree()
+            await process.wait()
+            die()
+        module._kill = kill
+        await node.run(box, sh("echo hi; sleep 100", key="late", timeout=0.3))
+        """,
+    )
+    async with next_node(state) as node:
+        result = await node.run(box, sh("echo hi; sleep 100", key="late", timeout=0.3))
+        assert (result.timed_out, result.stdout) == (True, "hi\n")
+
+
+async def test_a_sandbox_that_ended_is_told_of_with_all_that_was_known(state: Path) -> None:
+    said = await killed(
+        state,
+        """
+        one = await node.create(SandboxSpec(labels={"a": "b"}))
+        await node.destroy(one.id)
+        say((await node.info(one.id)).model_dump_json())
+        """,
+    )
+    async with next_node(state) as node:
+        told = await node.info(json.loads(said[0])["id"])
+    assert told.model_dump(exclude={"ended_at", "created_at"}) == {
+        name: tuple(value) if name == "losses" else value
+        for name, value in json.loads(said[0]).items()
+        if name not in ("ended_at", "created_at")
+    }
+
+
+async def test_a_sandbox_that_died_with_its_node_ended_as_orphaned(state: Path) -> None:
+    (box,) = await killed(state, 'say((await node.create(SandboxSpec(labels={"a": "b"}))).id)', grace=0)
+    async with next_node(state) as node:
+        info = await node.info(box)
+        assert (info.ending, info.labels) == ("orphaned", {"a": "b"})
+        counts = await node.counts()
+        assert (counts["created"], counts["running"], counts["orphaned"]) == (1, 0, 1)
+
+
+async def test_how_a_server_s_sandboxes_ended_is_known_when_others_start_meanwhile(state: Path) -> None:
+    text = """
+    box = (await node.create(SandboxSpec())).id
+    say(box, (await node.create(SandboxSpec())).id)
+    await node.destroy(box)
+    """
+    said = await killed(state, text, grace=0)
+    ended, orphaned = said[0].split()
+    async with local_node(state):
+        pass
+    async with next_node(state) as node:
+        assert (await node.info(ended)).ending == "exit"
+        assert (await node.info(orphaned)).ending == "orphaned"
+    await killed(state, text, grace=0)
+    (directory,) = state.glob("node-*")
+    for path in (directory, directory / "ledger.jsonl"):
+        os.utime(path, (time.time() - 4000,) * 2)
+    async with local_node(state):  # finds what is to be removed, and that is when the hour begins
+        assert directory.exists() or not node.driver.facts.controllers  # type: ignore[attr-defined]
+    if directory.exists():
+        os.utime(directory, (time.time() - 4000,) * 2)
+        async with local_node(state):
+            assert not directory.exists()
+
+
+async def test_a_sandbox_that_died_without_a_node_is_told_of_until_that_is_written_down(state: Path) -> None:
+    said = await killed(
+        state,
+        """
+        info = await node.create(SandboxSpec())
+        say(info.id)
+        os.kill(node._live[info.id].box._pid, signal.SIGKILL)
+        """,
+    )
+    await killed(state, "pass", before="module.Node._record_end = die")  # while it adopts
+    async with next_node(state) as node:
+        assert (await node.info(said[0])).ending == "helper_died"
+        assert node._directory is not None
+        assert records(node._directory.path / "boxes") == []
+
+
+async def test_a_sandbox_that_was_resumed_on_a_full_disk_is_not_paused_again(state: Path) -> None:
+    said = await killed(
+        state,
+        """
+        box = (await node.create(SandboxSpec())).id
+        await node.pause(box)
+        write = Record.write
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        Record.write = full
+        try:
+            await node.resume(box)
+        except HostFault:
+            say((await node.info(box)).state)
+        Record.write = write
+        say((await node.resume(box)).state)
+        say(box)
+        """,
+    )
+    assert said[:2] == ["paused", "running"]
+    async with next_node(state) as node:
+        assert (await node.info(said[2])).state == "running"
+        assert (await node.run(said[2], sh("echo runs"))).stdout == "runs\n"
+
+
+@pytest.mark.parametrize("moment", ["module.Node._listen = die", "NativeBox.destroy = die"])
+async def test_a_route_is_there_after_its_node_was_killed_inside_a_reset(state: Path, moment: str) -> None:
+    (box,) = await killed(
+        state,
+        f"""
+        box = (await node.create(SandboxSpec())).id
+        say(box)
+        await node.route(box, 8000, Upstream(url="http://127.0.0.1:1/"))
+        {moment}
+        await node.reset(box)
+        """,
+    )
+    async with next_node(state) as node:
+        assert [info.id for info in await node.list()] == [box]
+        ask = "exec 3<>/dev/tcp/127.0.0.1/8000 && echo listens"
+        assert (await node.run(box, Run(argv=("bash", "-c", ask)))).stdout == "listens\n"
+        await node.reset(box)
+        assert (await node.run(box, Run(argv=("bash", "-c", ask)))).stdout == "listens\n"
+
+
+async def test_a_limit_is_what_was_asked_for_after_a_node_was_killed_inside_a_copy(state: Path) -> None:
+    (box,) = await killed(
+        state,
+        """
+        box = (await node.create(SandboxSpec(limits=Limits(pids=40)))).id
+        say(box)
+        NativeBox._work = die
+        await node.snapshot(box, "one")
+        """,
+    )
+    async with next_node(state) as node:
+        found = node._live[box].box
+        assert isinstance(found, NativeBox)
+        files = [path / "pids.max" for path in found.group.directories if (path / "pids.max").exists()]
+        assert {file.read_text() for file in files} <= {"40\n"}
+        assert files or "pids" not in node.driver.facts.controllers  # type: ignore[attr-defined]
+
+
+def test_what_is_noted_of_a_run_fits_whatever_its_words_are() -> None:
+    for word in ("a", "\\", "\x01", "😀", "\udcff"):
+        about = About("\\" * 100, "f" * 16, word * 4000, word * 4000, 1e9 / 3, 1.7976931348623157e308, 1 << 40)
+        note = about.write()
+        Hold((), note)
+        read = About.read(note)
+        assert (read.key, read.what, read.timeout) == (about.key, about.what, about.timeout)
+        assert about.argv0.startswith(read.argv0)
+    with pytest.raises(ValueError, match="501 bytes"):
+        Hold((), "x" * 501)

@@ -1,8 +1,9 @@
 """NativeBox is one box made of namespaces; NativeDriver makes them.
 
 It owns its helper (PID 1, a child of this process or of one that is dead), the control socket, its cgroups, its id
-range and its record, and gives all of it back in one place, `_settle`, whatever the cause. Deadlines for requests are
-here; how long a box or a command may live is the node's business.
+range and its record, and gives all of it back in one place, `_settle`, whatever the cause; the record only with
+`destroy`, for another node must be told of a death until this one has written it down. Deadlines for requests are here;
+how long a box or a command may live is the node's business.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sandlot.aio import deadline, shielded
-from sandlot.api import Change, Ending, ImageConfig, SandboxSpec, Stats
+from sandlot.api import Change, Ending, ImageConfig, Limits, SandboxSpec, Stats
 from sandlot.drivers.base import Adopted, Death, Exit, Hold, Keeping, Spawn
 from sandlot.drivers.images import Image
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups, RunGroup
@@ -173,8 +174,8 @@ class NativeBox:
         fds = [stdin, stdout, stderr] if group is None else [stdin, stdout, stderr, group.procs]
         run_id, answer = channel.ask_soon()
         if hold is not None and self._record is not None:
-            path = "" if group is None else group.path
-            fields += [(Key.HOLD, len(hold.fds)), (Key.NOTE, f"{path}\n{hold.note}")]
+            name = "" if group is None else group.name  # not its path: a note has room for a few hundred bytes
+            fields += [(Key.HOLD, len(hold.fds)), (Key.NOTE, f"{name}\n{hold.note}")]
             fds += hold.fds
             self._held.add(run_id)
         process.run_id = run_id
@@ -364,11 +365,10 @@ class NativeBox:
             raise
 
     async def resume(self) -> None:
+        if self.paused:
+            self._write_record(paused=False)  # first: else a node that adopts it would stop again what was let go
         await self._stop(False)  # whether or not we know of a reason that it should stand still
-        if not self.paused:
-            return
         self.paused = False
-        self._write_record(paused=False)
 
     async def _stop(self, stopped: bool) -> None:
         """Stop everything that runs, and what is started meanwhile; or let it go on."""
@@ -385,7 +385,13 @@ class NativeBox:
         lifetime = 0 if spec.lifetime is None else max(1, int(spec.lifetime * 1000))
         fields: list[tuple[Key, Value]] = [(Key.LIFETIME, lifetime), (Key.GRACE, int(keeping.grace * 1000))]
         await self._ask(Frame.CLAIM, "claiming", fields)
-        self._write_record(note=keeping.note, parked=False, losses=losses)
+        self._write_record(
+            note=keeping.note,
+            parked=False,
+            losses=losses,
+            cgroups=self.group.facts(),
+            limits=self.group.limits.model_dump(mode="json"),
+        )
 
     async def destroy(self, ending: Ending = Ending.EXIT) -> Death:
         if self._asked is None:
@@ -398,7 +404,10 @@ class NativeBox:
         async with deadline(REQUEST_SECONDS, f"the end of sandbox {self.id}", "a process of it hangs in the kernel"):
             if not self._pid and not self.death.done():
                 await self._abandon()
-            return await asyncio.shield(self.death)
+            death = await asyncio.shield(self.death)
+        if self._record is not None:
+            self._record.remove()
+        return death
 
     def _release(self, request_id: int) -> None:
         """PID 1 need not keep anything of this run any more."""
@@ -465,6 +474,7 @@ class NativeBox:
                 many=self._many_ids,
                 image=self.image.facts(),
                 cgroups=self.group.facts(),
+                limits=self.group.limits.model_dump(mode="json"),
                 losses=(),
                 mounts=plan.mount_points,
                 host_network=plan.host_network,
@@ -512,15 +522,15 @@ class NativeBox:
             self._write_record(losses=losses)
 
     def _write_record(self, **facts: Any) -> None:
-        self._facts |= facts
-        if self._record is None:
-            return
+        known = self._facts | facts
         try:
-            self._record.write(self._facts)
+            if self._record is not None:
+                self._record.write(known)
         except OSError as error:
             raise HostFault(
                 f"the record of sandbox {self.id} cannot be written: {error.strerror}", "is the disk full?"
             ) from error
+        self._facts = known
 
     @classmethod
     async def adopted(cls, facts: dict[str, Any], record: Record, cgroups: Cgroups) -> Adopted:
@@ -543,6 +553,7 @@ class NativeBox:
             box._oom_seen = box.group.oom_kills()
             box.paused = facts["paused"]
             await box._stop(box.paused)  # its node may have died in the middle of a copy
+            cgroups.set(box.group, Limits.model_validate(facts["limits"]))  # and had given it room for that
         except BaseException:
             if box._channel is not None:
                 box._channel.close()
@@ -563,8 +574,8 @@ class NativeBox:
         if port is not None:
             found.listeners.append((self._socket(answer), port, self._facts["routes"].get(str(port), "")))
             return
-        path, _, note = note.partition("\n")
-        process = NativeProcess(self, self.group.restored_run(path))
+        name, _, note = note.partition("\n")
+        process = NativeProcess(self, self.group.restored_run(name))
         process.run_id, process.pid = answer.id, answer.number(Key.PID) or 0
         self._processes[answer.id] = process
         self._held.add(answer.id)
@@ -734,9 +745,6 @@ class NativeBox:
             self._base = None
         if not self.death.done():
             self.death.set_result(death)
-        if self._record is not None:
-            # Not before its owner has written down how it ended: a node killed in between would know nothing of it.
-            self._loop.call_soon(self._record.remove)
 
 
 def _succeeded(answer: Answer, what: str) -> Answer:

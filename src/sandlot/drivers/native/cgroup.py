@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +89,7 @@ class BoxGroup:
     kept: frozenset[str] = frozenset()
     oom_file: int = -1  # descriptor of the file that counts OOM kills
     oom_path: str = ""
+    limits: Limits = field(default_factory=Limits)  # what was asked for
     _oom_key: bytes = b"oom_kill "
     _runs: int = 0
     _left: list[RunGroup] = field(default_factory=list)  # of runs that are over, in which something still lived
@@ -168,10 +169,10 @@ class BoxGroup:
             self.oom_file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._oom_key = b"oom_kill "
 
-    def restored_run(self, path: str) -> RunGroup | None:
-        if not path or not Path(path).is_dir():
+    def restored_run(self, name: str) -> RunGroup | None:
+        if not name or self.runs is None or not (self.runs / name).is_dir():
             return None
-        return RunGroup(path, -1, self._left)
+        return RunGroup(f"{self.runs}/{name}", -1, self._left)
 
     def close(self) -> None:
         if self.oom_file >= 0:
@@ -192,6 +193,10 @@ class RunGroup:
     procs: int
     left: list[RunGroup]
     closed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
 
     def kill(self) -> None:
         """SIGKILL everything in it, at once and without a race."""
@@ -327,7 +332,7 @@ class Cgroups:
     def make(self, box_id: str, limits: Limits) -> BoxGroup:
         """The cgroups of a new box, limits in force. Raises StartFailed when the kernel refuses now what it gave
         before."""
-        group = BoxGroup()
+        group = BoxGroup(limits=limits)
         kept = set()
         try:
             for key, parent in self._parents.items():
@@ -386,11 +391,13 @@ class Cgroups:
                 if path.parent == parent:
                     kept |= self._limit(key, path, limits)
         group.kept = frozenset(kept)
+        group.limits = limits
 
     def close(self) -> None:
-        """Remove the node's own directories. Raises HostFault when something lives in one: then the node's list must
-        stay for whoever sweeps."""
-        left = [path for path in self._parents.values() if not _remove_tree(path)]
+        """Remove the node's own directories, and those that one before it had elsewhere. Raises HostFault when
+        something lives in one: then the node's list must stay for whoever sweeps."""
+        own = [path for path in _listed(self._list) if not path.name.startswith(_ASIDE)]
+        left = [path for path in own if not _remove_tree(path)]
         self._parents.clear()
         if self._aside is not None:
             self._step_back(self._aside)
@@ -436,23 +443,38 @@ def _v1_settings(limits: Limits) -> _Settings:
     return settings
 
 
-def sweep(directory: Path) -> None:
+def sweep(directory: Path, kept: Collection[Path] | None = None) -> None:
     """Remove the cgroups listed in a dead node's directory, and what may still live in them: its boxes end when they
-    see that it is gone, which may be a moment from now. Blocks; raises HostFault when something will not end."""
-    listing = directory / _LIST
+    see that it is gone, which may be a moment from now. With `kept`, of a directory that is in use again: those of
+    boxes other than these. Blocks; raises HostFault when something will not end."""
     until = time.monotonic() + SWEEP_SECONDS
-    for line in dict.fromkeys(listing.read_text().splitlines()) if listing.exists() else ():
-        path = Path(line)
+    for path in _listed(directory / _LIST):
         if path.name.startswith(_ASIDE):  # a node's own, and whoever that started: not boxes
             _remove_tree(path)
-            continue
-        while not _remove_tree(path):
-            if time.monotonic() > until:
-                raise HostFault(
-                    f"the cgroup {path} of a dead node cannot be removed", "a process of it hangs in the kernel"
-                )
-            if not _kill_members(path, until):
-                _await_empty(path, until)
+        elif kept is None:
+            _clear(path, until)
+        elif path.is_dir():
+            for box in path.iterdir():
+                if box.is_dir() and box not in kept:
+                    _clear(box, until)
+    if kept is None:
+        (directory / _LIST).unlink(missing_ok=True)
+
+
+def _listed(listing: Path) -> list[Path]:
+    """The cgroups that a node's file names."""
+    return [Path(line) for line in dict.fromkeys(listing.read_text().splitlines())] if listing.exists() else []
+
+
+def _clear(path: Path, until: float) -> None:
+    """End what lives in a cgroup, and remove it."""
+    while not _remove_tree(path):
+        if time.monotonic() > until:
+            raise HostFault(
+                f"the cgroup {path} of a dead node cannot be removed", "a process of it hangs in the kernel"
+            )
+        if not _kill_members(path, until):
+            _await_empty(path, until)
 
 
 def _await_empty(path: Path, until: float) -> None:

@@ -153,6 +153,7 @@ class NativeDriver:
         spec: SandboxSpec,
         named: frozenset[str] = frozenset(),
         keeping: Keeping = NOT_KEPT,
+        like: Box | None = None,
     ) -> NativeBox:
         self._start()
         for volume in spec.volumes:
@@ -161,8 +162,8 @@ class NativeDriver:
         facts = self._facts_of(named)
         self._check_limits(spec, named, facts)
         with ExitStack() as until_started:
-            image, snapshot = self._resolve(spec.image)
-            locks = self._layers.use(snapshot) if snapshot else []
+            image, snapshot = self._resolve(spec.image) if like is None else self._made_from(like)
+            locks = self._locks_of(snapshot, like)
             for fd in locks:
                 until_started.callback(os.close, fd)
             group = self.cgroups.make(box_id, spec.limits)
@@ -215,6 +216,11 @@ class NativeDriver:
         paths = tuple(str(self._layers.layer_path(layer)) for layer in snapshot.layers)
         return replace(base, name=name, layers=paths, config=snapshot.info.config), snapshot
 
+    def _made_from(self, box: Box) -> tuple[Image, Snapshot | None]:
+        """The same of a box that lives: whatever became of the name, its layers are there."""
+        assert isinstance(box, NativeBox)
+        return box.image, self._snapshot_of(box.image)
+
     async def _disk(self, spec: SandboxSpec, named: frozenset[str], box: NativeBox) -> int | None:
         """A file system for a box that is to hold more files than fit in its memory, where they are otherwise."""
         if not self._on_disk(spec, named):
@@ -236,10 +242,12 @@ class NativeDriver:
 
     # -- parked boxes ---------------------------------------------------------------------------------------------
 
-    def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str]) -> bool:
+    def fits(self, parked: SandboxSpec, spec: SandboxSpec, named: frozenset[str], like: Box | None = None) -> bool:
         facts = self._facts_of(named)
         self._check_limits(spec, named, facts)
         if facts is not self.facts or self._on_disk(spec, named) or _held(parked) != _held(spec):
+            return False
+        if like is not None and parked.image == spec.image and not self._is_named(like, spec.image):
             return False
         by_cgroup = {name for name, (controller, _) in LIMITED_BY.items() if controller in self.cgroups.controllers}
         loose = {*by_cgroup, "cpus", "cpu_weight", "output"}  # what is not kept is not in the way either
@@ -249,6 +257,12 @@ class NativeDriver:
             for name in type(spec.limits).model_fields
             if name not in loose
         )
+
+    def _is_named(self, box: Box, name: str) -> bool:
+        """Whether the name still means what the box was made from."""
+        with suppress(NotFound):
+            return self._resolve(name)[0].layers == self._made_from(box)[0].layers
+        return False
 
     async def claim(self, box: Box, spec: SandboxSpec, named: frozenset[str], keeping: Keeping) -> None:
         assert isinstance(box, NativeBox)
@@ -272,6 +286,10 @@ class NativeDriver:
                 adopted.append(found)
             elif found is not None:
                 remains.append(found)
+        boxes = [each.box for each in adopted if isinstance(each.box, NativeBox)]
+        kept = {path for box in boxes for path in box.group.directories}
+        with suppress(HostFault, OSError):  # what resists is told by whoever removes the node's own
+            await asyncio.to_thread(cgroup.sweep, self._directory, kept)
         return adopted, remains
 
     async def _adopt(self, record: Record) -> Adopted | Remains | None:
@@ -292,12 +310,11 @@ class NativeDriver:
                     return found
                 await found.box.destroy(Ending.DRAINED)
                 return None
-        word = record.last_word()
-        with suppress(OSError):
-            BoxGroup.restored(facts["cgroups"]).remove()
+        ending = {"lifetime": Ending.LIFETIME, "orphaned": Ending.ORPHANED}.get(record.last_word(), Ending.HELPER_DIED)
+        if not facts["parked"]:
+            return Remains(facts["note"], Death(ending), record.remove)
         record.remove()
-        ending = {"lifetime": Ending.LIFETIME, "orphaned": Ending.ORPHANED}.get(word, Ending.HELPER_DIED)
-        return None if facts["parked"] else Remains(facts["note"], Death(ending))
+        return None
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -315,21 +332,24 @@ class NativeDriver:
         except OSError as error:
             raise HostFault(f"a snapshot cannot be written: {error.strerror}", "is the disk full?") from error
         try:
-            sources = [self._layers.layer_path(each) for each in below.layers] if below and flatten else []
-            copied = await box.copy_upper(layer.path, sources)
-            kept = (*(below.layers if below and not flatten else ()), layer.id)
-            older = [below.info] if below and not flatten else []
-            info = ImageInfo(
-                name=name or f"{layers.FORK}{layer.id}",
-                base=below.info.base if below else box.image.name,
-                created_at=time.time(),
-                bytes=copied.bytes + sum(each.bytes for each in older),
-                files=copied.files + sum(each.files for each in older),
-                layers=len(kept),
-                config=config or box.image.config,
-            )
-            layer.downgrade()
-            await shielded(asyncio.to_thread(self._layers.name, info, kept))  # it waits for the disk
+            with ExitStack() as until_named:  # else, when the box ends before that, nobody needs what is below
+                for fd in self._locks_of(below, box):
+                    until_named.callback(os.close, fd)
+                sources = [self._layers.layer_path(each) for each in below.layers] if below and flatten else []
+                copied = await box.copy_upper(layer.path, sources)
+                kept = (*(below.layers if below and not flatten else ()), layer.id)
+                older = [below.info] if below and not flatten else []
+                info = ImageInfo(
+                    name=name or f"{layers.FORK}{layer.id}",
+                    base=below.info.base if below else box.image.name,
+                    created_at=time.time(),
+                    bytes=copied.bytes + sum(each.bytes for each in older),
+                    files=copied.files + sum(each.files for each in older),
+                    layers=len(kept),
+                    config=config or box.image.config,
+                )
+                layer.downgrade()
+                await shielded(asyncio.to_thread(self._layers.name, info, kept))  # it waits for the disk
         except BaseException:
             layer.close()
             await shielded(self.prune())
@@ -339,6 +359,15 @@ class NativeDriver:
         else:
             layer.close()
         return info
+
+    def _locks_of(self, snapshot: Snapshot | None, box: Box | None) -> list[int]:
+        """That keep an image's layers where they are. Those of a `box` are there, named or not, as long as it lives."""
+        try:
+            return self._layers.use(snapshot) if snapshot else []
+        except NotFound as error:
+            if box is None:
+                raise
+            raise HostFault("the sandbox that stands on the image is ending") from error
 
     def _snapshot_of(self, image: Image) -> Snapshot | None:
         """The layers that a box stands on, whether or not they still have a name."""
@@ -378,9 +407,10 @@ class NativeDriver:
     async def forget(self, image: str) -> None:
         if image == "host":
             raise Conflict("the image `host` is this machine itself, and cannot be deleted")
-        self._layers.delete(image)
         if image in self._forks:
             self._forks.pop(image).close()
+        else:
+            self._layers.delete(image)
         await self.prune()
 
     async def export(self, image: str, out: int) -> None:

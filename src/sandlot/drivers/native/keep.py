@@ -23,7 +23,10 @@ from typing import Any
 _BACKLOG = 4
 # A record without one of these is of another version.
 _FACTS = frozenset(
-    "id pid base many image cgroups losses mounts routes oom paused parked note host_network".split()  # noqa: SIM905
+    {
+        *("id", "pid", "base", "many", "image", "cgroups", "limits", "losses", "mounts"),
+        *("routes", "oom", "paused", "parked", "note", "host_network"),
+    }
 )
 
 

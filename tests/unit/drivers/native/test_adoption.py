@@ -3,13 +3,14 @@
 2. How a command ended is told to the new node, even if it ended while there was none.
 3. Without a new node it ends when its grace is over, and a later one is told so; a parked one ends at once.
 4. While a node lives no other gets in, and a box's ids are nobody else's as long as it lives.
-5. Dead with its node, nothing of it is left after the next adoption.
+5. Dead with its node, or never finished, nothing of it is left after the next adoption: no cgroup either.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,7 +30,7 @@ from tests.support.server import alive, until_gone
 NODE = """
 import asyncio, os, sys
 from pathlib import Path
-from sandlot.api import SandboxSpec
+from sandlot.api import Limits, SandboxSpec
 from sandlot.drivers.base import Hold, Keeping, Spawn
 from sandlot.drivers.native.driver import NativeDriver
 
@@ -38,6 +39,7 @@ async def main(directory, grace, lifetime, parked, *commands):
     keeping = Keeping(float(grace), "note of the box", parked == "parked")
     box = await driver.create("box", SandboxSpec(lifetime=float(lifetime) or None), frozenset(), keeping)
     await box.listen(8080, "note of the port")
+    driver.cgroups.make("half", Limits())  # of a box whose node is killed before it has a record
     for command in commands:
         read, write = os.pipe()
         null = os.open(os.devnull, os.O_RDWR)
@@ -58,6 +60,13 @@ class Dead:
     directory: Path
     pid: int
 
+    @property
+    def cgroups(self) -> list[Path]:
+        """The node's own that exist."""
+        listing = self.directory / "cgroups"
+        listed = [Path(line) for line in listing.read_text().splitlines()] if listing.exists() else []
+        return [path for path in listed if path.exists()]
+
     async def adopt(self) -> tuple[list[Adopted], list[Remains], NativeDriver]:
         driver = NativeDriver(self.directory)
         return *await driver.adopt(), driver
@@ -70,7 +79,7 @@ Start = Callable[..., Awaitable[Dead]]  # commands, grace, lifetime, parked
 async def node(tmp_path: Path, native_reason: str | None) -> AsyncIterator[Start]:
     if native_reason:
         pytest.skip(native_reason)
-    directory = tmp_path / "node-test"
+    directory = tmp_path / f"node-{secrets.token_hex(3)}"  # cgroups are named after it
     directory.mkdir()
     started: list[asyncio.subprocess.Process] = []
 
@@ -128,7 +137,7 @@ async def test_another_node_gets_the_box_back_with_all_that_was_held(node: Start
     assert not alive(dead.pid)
     assert records(dead.directory / "boxes") == []
     await driver.close()
-    assert not list(Path("/sys/fs/cgroup").glob("**/sandlot-node-test"))
+    assert dead.cgroups == []
 
 
 async def test_it_can_be_adopted_again_and_again(node: Start) -> None:
@@ -154,9 +163,13 @@ async def test_without_a_node_it_ends_when_its_grace_is_over(node: Start) -> Non
     adopted, (remains,), driver = await dead.adopt()
     assert adopted == []
     assert (remains.note, remains.death.ending) == ("note of the box", Ending.ORPHANED)
+    await driver.close()
+    _, (again,), driver = await dead.adopt()  # told again until somebody has written it down
+    assert again.death == remains.death
+    again.forget()
     assert records(dead.directory / "boxes") == []
     await driver.close()
-    assert not list(Path("/sys/fs/cgroup").glob("**/sandlot-node-test"))
+    assert dead.cgroups == []
 
 
 async def test_a_lifetime_goes_on_without_a_node(node: Start) -> None:
@@ -188,11 +201,42 @@ async def test_its_ids_stay_taken_as_long_as_it_lives(node: Start, tmp_path: Pat
     (record,) = records(dead.directory / "boxes")
     facts = record.facts()
     assert facts is not None
-    other = tmp_path / "node-other"
+    other = tmp_path / f"node-{secrets.token_hex(3)}"
     other.mkdir()
     driver = NativeDriver(other)
     box = await driver.create("other", SandboxSpec())
     assert box._base is not None
     assert abs(box._base - facts["base"]) >= 65_536
     await box.destroy()
+    await driver.close()
+
+
+@pytest.mark.parametrize("grace", [0, 30])
+async def test_no_cgroup_of_a_box_that_is_dead_or_was_never_made_is_left(node: Start, grace: float) -> None:
+    dead = await node("sleep 600", grace=grace)
+    if grace:
+        os.kill(dead.pid, signal.SIGKILL)
+    for path in dead.cgroups[:1]:  # as if the dead node had been started in another cgroup than the next one
+        elsewhere = path.with_name(f"{path.name}-elsewhere")
+        elsewhere.mkdir()
+        with (dead.directory / "cgroups").open("a") as listing:
+            listing.write(f"{elsewhere}\n")
+    adopted, _, driver = await dead.adopt()
+    assert adopted == []
+    assert [box for path in dead.cgroups for box in path.glob("*/") if box.name in ("box", "half")] == []
+    await driver.close()  # which has made no box itself
+    assert dead.cgroups == []
+
+
+async def test_the_cgroups_of_a_box_that_lives_are_left_alone(node: Start) -> None:
+    dead = await node("sleep 600")
+    (adopted,), _, driver = await dead.adopt()
+    box = adopted.box
+    assert isinstance(box, NativeBox)
+    assert [path for path in box.group.directories if not path.is_dir()] == []
+    assert (await sh(box, "echo works"))[1] == "works\n"
+    for _, _, fds in adopted.runs:
+        os.close(fds[0])
+    adopted.listeners[0][0].close()
+    await box.destroy(Ending.KILLED)
     await driver.close()

@@ -3,7 +3,8 @@
 2. A snapshot of a box that stands on snapshots works, and past the most layers it is one layer.
 3. While it is copied nothing of the box runs.
 4. `changes` tells what was added, changed and deleted.
-5. A deleted snapshot's files stay as long as a box stands on them, and go then.
+5. A deleted snapshot's files stay as long as a box stands on them, and go then; a snapshot's as long as it has a name,
+   whatever ends while it is given. What a kill leaves half done in the store goes too.
 6. Nothing of a box leads the copy out of it.
 7. An export over the base is what a box made from the image sees; each path is in it once.
 8. What the node may not read is refused with its name: nothing is left out, nothing is told wrong.
@@ -18,6 +19,8 @@ import shutil
 import stat
 import subprocess
 import tarfile
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +29,7 @@ import pytest
 from sandlot.api import Ending, SandboxSpec
 from sandlot.drivers.base import Spawn
 from sandlot.drivers.layers import MOST_LAYERS
+from sandlot.drivers.native.box import Copied, NativeBox
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, Unsupported
 from tests.support.native import ENV, PYTHON, Boxes, python, sh
 
@@ -210,6 +214,43 @@ async def test_a_deleted_snapshot_stays_as_long_as_a_box_stands_on_it(boxes: Box
     await second.destroy(Ending.EXIT)
     await boxes.driver.prune()
     assert list(layers.iterdir()) == []
+
+
+async def test_a_snapshot_is_whole_when_its_box_and_what_is_below_go_before_it_has_a_name(
+    boxes: Boxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = await boxes()
+    await sh(maker, "echo base > /root/base")
+    await boxes.driver.snapshot(maker, "base")
+    box = await boxes(SandboxSpec(image="base"))
+    await sh(box, "echo top > /root/top")
+    await boxes.driver.forget("base")
+    copy = NativeBox.copy_upper
+
+    async def copy_and_end(box: NativeBox, target: Path, below: Sequence[Path]) -> Copied:
+        copied = await copy(box, target, below)
+        await box.destroy(Ending.EXIT)
+        await boxes.driver.prune()
+        return copied
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeBox, "copy_upper", copy_and_end)
+        await boxes.driver.snapshot(box, "top")
+    made = await boxes(SandboxSpec(image="top"))
+    assert (await sh(made, "cat /root/base /root/top"))[1] == "base\ntop\n"
+
+
+async def test_what_a_kill_leaves_of_the_naming_of_an_image_is_removed(boxes: Boxes) -> None:
+    await boxes.driver.snapshot(await boxes(), "named")
+    store = boxes.driver._layers._directory
+    old, young, other = store / f".{'0' * 16}", store / f".{'1' * 16}", store / ".mine"
+    for path in (old, young, other):
+        path.write_text("{")
+    for path in (old, other):
+        os.utime(path, (time.time() - 100,) * 2)
+    await boxes.driver.prune()
+    assert [path.exists() for path in (old, young, other)] == [False, True, True]
+    assert [each.name for each in await boxes.driver.images()] == ["named"]
 
 
 async def test_an_export_is_a_tar_with_the_marks_of_a_container_layer(boxes: Boxes, tmp_path: Path) -> None:
