@@ -392,6 +392,8 @@ class FakeDriver:
         return [info for info, _ in self._snapshots.values() if not info.name.startswith(FORK)]
 
     async def forget(self, image: str) -> None:
+        if image == "host":
+            raise Conflict("the image of every fake box cannot be deleted")
         if self._snapshots.pop(image, None) is None:
             raise NotFound(f"there is no image {image}")
 

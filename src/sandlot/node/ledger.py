@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sandlot.aio import alone, close_alone
 from sandlot.api import Ending, Info
 from sandlot.errors import HostFault, host_fault
 
@@ -57,7 +58,7 @@ class NodeDirectory:
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._lock = lock
+        self._lock = alone(lock)
 
     @property
     def short_id(self) -> str:
@@ -140,7 +141,7 @@ class NodeDirectory:
 
     def release(self) -> None:
         """Let go of the lock; the directory stays."""
-        os.close(self._lock)
+        close_alone(self._lock)
 
     def remove(self) -> None:
         """Remove the directory, then let go of the lock. Raises OSError if something in it cannot be removed."""
