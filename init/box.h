@@ -5,6 +5,7 @@
 #include <linux/filter.h>
 #include <stdint.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/types.h>
 
 #include "wire.h"
@@ -24,7 +25,7 @@ enum step_kind {
 	STEP_LOOPBACK = 9, /* bring 127.0.0.1 up */
 	STEP_HOSTNAME = 10, /* sethostname(source) */
 	STEP_BIND = 11,  /* clone source and attach it to target, for what is visible on both sides */
-	STEP_UPPER = 12, /* target is the upper directory: PID 1 keeps it open for COPY and LIST */
+	STEP_UPPER = 12, /* target is the upper directory, made like `source`: PID 1 keeps it open for COPY and LIST */
 };
 
 #define ATTACH_READ_ONLY 1
@@ -89,7 +90,7 @@ _Noreturn void pid1(struct plan *plan);
 /* A child of PID 1 that is not reaped yet; then, a run whose exit the node has not taken note of. */
 struct child {
 	pid_t pid;     /* 0: reaped, `exit` says how it ended */
-	uint32_t id;   /* of the request that made it */
+	uint32_t id;   /* of the request that made it; 0: of a node that is gone, and nobody is told */
 	int kind;      /* CHILD_* */
 	int error_fd;  /* CHILD_RUN: exec's errno comes here, CHILD_OPEN: the answer; -1 otherwise */
 	struct held *held; /* what is kept until RELEASE; NULL: nothing */
@@ -107,7 +108,7 @@ struct held {
 struct held *hold(struct message *message, uint32_t count, const char *note);
 void let_go(struct held *held);
 /* Listeners that are kept, by the request that made them. */
-int hold_listener(uint32_t id, int sock, uint32_t port, const char *note);
+int hold_listener(uint32_t id, int sock, uint32_t port);
 void release_listener(uint32_t id);
 void tell_listeners(void);
 /* The last word of PID 1 in its record: why it leaves. */
@@ -128,6 +129,8 @@ int copy_upper(const struct message *message, int upper, struct child *out);
 int list_upper(const struct message *message, int upper, struct child *out);
 /* unpack.c: fork a child that unpacks a tar, and answers by itself. 0 and *out, or an errno. */
 int unpack_inside(const struct message *message, struct child *out);
+/* Owner, mode, extended attributes and times, as `what` and the file `from` have them. 0, or -1 with errno. */
+int look_like(int from, int to, const struct stat *what);
 /* listen.c: a socket inside the box's network. A descriptor, or -1 with errno. */
 int listen_inside(uint32_t port);
 int connect_inside(uint32_t port);

@@ -1,5 +1,5 @@
 /* What PID 1 keeps for a node that is killed and comes back: duplicates of the descriptors of runs and listeners, and the
- * node's own notes about them. PID 1 never reads from any of it. */
+ * node's own notes about runs. PID 1 never reads from any of it. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -11,15 +11,10 @@
 
 struct listener {
 	uint32_t id, port;
-	struct held held;
+	int sock;
 	struct listener *next;
 };
 static struct listener *listeners;
-
-static void write_note(struct held *held, const char *note)
-{
-	strncpy(held->note, note ? note : "", sizeof held->note - 1);
-}
 
 struct held *hold(struct message *message, uint32_t count, const char *note)
 {
@@ -35,7 +30,7 @@ struct held *hold(struct message *message, uint32_t count, const char *note)
 	for (int i = message->fd_count - (int)count; i < message->fd_count; i++)
 		held->fds[held->count++] = message->fds[i];
 	message->fd_count -= (int)count; /* they are ours now */
-	write_note(held, note);
+	strncpy(held->note, note ? note : "", sizeof held->note - 1);
 	return held;
 }
 
@@ -46,7 +41,7 @@ void let_go(struct held *held)
 	free(held);
 }
 
-int hold_listener(uint32_t id, int sock, uint32_t port, const char *note)
+int hold_listener(uint32_t id, int sock, uint32_t port)
 {
 	struct listener *listener = calloc(1, sizeof *listener);
 	int copy = fcntl(sock, F_DUPFD_CLOEXEC, CONTROL_FD + 1);
@@ -57,8 +52,7 @@ int hold_listener(uint32_t id, int sock, uint32_t port, const char *note)
 		free(listener);
 		return -1;
 	}
-	*listener = (struct listener){.id = id, .port = port, .held = {.fds = {copy}, .count = 1}, .next = listeners};
-	write_note(&listener->held, note);
+	*listener = (struct listener){id, port, copy, listeners};
 	listeners = listener;
 	return 0;
 }
@@ -70,7 +64,7 @@ void release_listener(uint32_t id)
 		if (gone->id != id)
 			continue;
 		*at = gone->next;
-		close(gone->held.fds[0]);
+		close(gone->sock);
 		free(gone);
 		return;
 	}
@@ -82,8 +76,7 @@ void tell_listeners(void)
 		struct reply reply;
 		reply_start(&reply, FRAME_HELD, each->id);
 		reply_u32(&reply, FIELD_PORT, each->port);
-		reply_string(&reply, FIELD_NOTE, each->held.note);
-		(void)reply_send_all(CONTROL_FD, &reply, each->held.fds, each->held.count);
+		(void)reply_send(CONTROL_FD, &reply, each->sock);
 	}
 }
 

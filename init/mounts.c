@@ -32,7 +32,11 @@ struct attributes {
 };
 enum { ATTR_RDONLY = 1, ATTR_NOSUID = 2, ATTR_NODEV = 4, ATTR_NOEXEC = 8 };
 
+/* How the kernel shows an owner that has no id here. */
+#define NOBODY 65534u
+
 static char old_root[32]; /* where the host is until STEP_DETACH */
+static struct timespec root_times[2]; /* as they were before it came there */
 
 static int clone_tree(const char *source)
 {
@@ -166,6 +170,11 @@ static void pivot_step(const struct step *step)
 	for (size_t i = 0; i < sizeof random; i++)
 		at += (size_t)snprintf(old_root + at, sizeof old_root - at, "%02x", random[i]);
 	snprintf(path, sizeof path, "%.4000s%s", step->target, old_root);
+	struct stat root;
+	if (stat(step->target, &root) < 0)
+		die(errno, "stat", step->target);
+	root_times[0] = root.st_atim;
+	root_times[1] = root.st_mtim;
 	if (mkdir(path, 0700) < 0)
 		die(errno, "mkdir", path);
 	if (syscall(SYS_pivot_root, step->target, path) < 0 || chdir("/") < 0)
@@ -174,7 +183,7 @@ static void pivot_step(const struct step *step)
 
 static void detach_step(void)
 {
-	if (umount2(old_root, MNT_DETACH) < 0 || rmdir(old_root) < 0)
+	if (umount2(old_root, MNT_DETACH) < 0 || rmdir(old_root) < 0 || utimensat(AT_FDCWD, "/", root_times, 0) < 0)
 		die(errno, "unmount", "the old root");
 }
 
@@ -208,6 +217,25 @@ static void mount_step(const struct step *step)
 	die(errno, strcmp(step->text, "overlay") ? "mount" : "overlay", step->target);
 }
 
+/* The root of the box is the upper directory itself, and looks like that of the topmost layer. */
+static void upper_step(struct plan *plan, const struct step *step)
+{
+	struct stat what;
+
+	if ((plan->upper = open(step->target, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0)
+		die(errno, "open", step->target);
+	if (!*step->source)
+		return;
+	int layer = open(step->source, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (layer < 0 || fstat(layer, &what) < 0)
+		die(errno, "open", step->source);
+	if (what.st_uid == NOBODY) /* Linux before 5.19 shows no owners of a layer */
+		what.st_uid = what.st_gid = 0;
+	if (look_like(layer, plan->upper, &what) < 0)
+		die(errno, "attributes", step->source);
+	close(layer);
+}
+
 void step_do(struct plan *plan, const struct step *step)
 {
 	switch (step->head.kind) {
@@ -229,10 +257,7 @@ void step_do(struct plan *plan, const struct step *step)
 	}
 	case STEP_ATTACH: attach(*slot_of(plan, step), step->target, step->head.flags); break;
 	case STEP_BIND: bind_step(step); break;
-	case STEP_UPPER:
-		if ((plan->upper = open(step->target, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0)
-			die(errno, "open", step->target);
-		break;
+	case STEP_UPPER: upper_step(plan, step); break;
 	case STEP_PIVOT: pivot_step(step); break;
 	case STEP_DETACH: detach_step(); break;
 	case STEP_LOOPBACK: loopback_step(); break;

@@ -49,7 +49,7 @@ static struct child *child_by_pid(pid_t pid)
 
 static struct child *child_by_id(uint32_t id)
 {
-	for (int i = 0; i < child_count; i++)
+	for (int i = 0; id && i < child_count; i++)
 		if (children[i].id == id)
 			return &children[i];
 	return NULL;
@@ -67,6 +67,8 @@ static void answer(uint32_t id, int error, int fd)
 {
 	struct reply reply;
 
+	if (!id) /* whoever asked is gone */
+		return;
 	reply_start(&reply, FRAME_DONE, id);
 	reply_u32(&reply, FIELD_ERRNO, (uint32_t)error);
 	(void)reply_send(CONTROL_FD, &reply, fd);
@@ -122,7 +124,8 @@ static void report(struct child *child, int status, const struct rusage *usage)
 	word_exit(child, status, usage, &words);
 	close(child->error_fd);
 	child->error_fd = -1;
-	(void)reply_send(CONTROL_FD, &words, -1);
+	if (child->id)
+		(void)reply_send(CONTROL_FD, &words, -1);
 	if (!child->held || !(child->exit = malloc(sizeof words))) {
 		forget(child);
 		return;
@@ -243,7 +246,6 @@ static void kill_request(const struct message *message)
 static void socket_request(const struct message *message)
 {
 	struct view field;
-	const char *note = "";
 	uint32_t offset = 0, port = 0, held = 0;
 
 	while (field_next(message, &offset, &field) > 0) {
@@ -251,12 +253,10 @@ static void socket_request(const struct message *message)
 			port = 0;
 		if (field.key == FIELD_HOLD && field_u32(&field, &held) < 0)
 			held = 0;
-		if (field.key == FIELD_NOTE && field_string(&field, &note) < 0)
-			note = "";
 	}
 	int sock = message->head.type == FRAME_LISTEN ? listen_inside(port) : connect_inside(port);
 	int error = sock < 0 ? errno : 0;
-	if (sock >= 0 && held && hold_listener(message->head.id, sock, port, note) < 0)
+	if (sock >= 0 && held && hold_listener(message->head.id, sock, port) < 0)
 		error = errno;
 	answer(message->head.id, error, error ? -1 : sock);
 	if (sock >= 0)
@@ -327,14 +327,6 @@ static void start_request(struct message *message, const struct plan *plan)
 	}
 }
 
-static uint64_t now_ms(void)
-{
-	struct timespec now;
-
-	clock_gettime(CLOCK_BOOTTIME, &now); /* counts a suspended host's sleep too */
-	return (uint64_t)now.tv_sec * 1000u + (uint64_t)now.tv_nsec / 1000000u;
-}
-
 static void claim_request(const struct message *message, struct plan *plan, uint64_t *end)
 {
 	struct view field;
@@ -349,7 +341,7 @@ static void claim_request(const struct message *message, struct plan *plan, uint
 			bad |= field_u64(&field, &plan->grace_ms);
 	}
 	if (!bad)
-		*end = lifetime ? now_ms() + lifetime : 0;
+		*end = wire_until = lifetime ? now_ms() + lifetime : 0;
 	answer(message->head.id, bad ? EBADMSG : 0, -1);
 }
 
@@ -388,6 +380,19 @@ static void serve(struct message *message, struct plan *plan, uint64_t *end)
 	}
 }
 
+/* The node is gone. Nobody waits for what it asked for last, and its numbers for what is not held mean nothing: the
+ * next node counts anew, and would take an answer to them for one of its own. */
+static void forget_node(void)
+{
+	for (int i = 0; i < child_count; i++) {
+		if (children[i].held)
+			continue;
+		children[i].id = 0;
+		if (children[i].kind != CHILD_RUN)
+			kill(children[i].pid, SIGKILL);
+	}
+}
+
 /* A node has come: it takes the place of the one that is gone, and is told what is held. */
 static void welcome(const struct plan *plan)
 {
@@ -422,21 +427,12 @@ static _Noreturn void leave(const struct plan *plan, const char *word, int statu
 	_exit(status);
 }
 
-/* Milliseconds to wait for, at most a minute; the sooner of two moments, of which 0 is none. */
-static int until(uint64_t first, uint64_t second)
-{
-	uint64_t moment = !first || (second && second < first) ? second : first, now = now_ms();
-
-	if (!moment)
-		return -1;
-	return moment <= now ? 0 : moment - now > 60000 ? 60000 : (int)(moment - now);
-}
-
 _Noreturn void pid1(struct plan *plan)
 {
 	sigset_t child_signal;
 	uint64_t end = plan->lifetime_ms ? now_ms() + plan->lifetime_ms : 0, alone_until = 0;
 
+	wire_until = end; /* a node that hangs keeps nothing alive */
 	sigemptyset(&child_signal);
 	sigaddset(&child_signal, SIGCHLD);
 	int signals = signalfd(-1, &child_signal, SFD_CLOEXEC | SFD_NONBLOCK);
@@ -444,7 +440,7 @@ _Noreturn void pid1(struct plan *plan)
 	struct pollfd waits[3] = {{CONTROL_FD, POLLIN, 0}, {signals, POLLIN, 0}, {-1, POLLIN, 0}};
 
 	for (;;) {
-		if (poll(waits, 3, until(end, alone_until)) < 0 && errno != EINTR)
+		if (poll(waits, 3, wait_ms(end, alone_until)) < 0 && errno != EINTR)
 			_exit(1);
 		if (end && now_ms() >= end)
 			leave(plan, "lifetime\n", 0);
@@ -469,9 +465,10 @@ _Noreturn void pid1(struct plan *plan)
 			if (got > 0) {
 				serve(&message, plan, &end);
 				message_free(&message);
-			} else if (got == 0 || errno != ENOMEM) { /* the node is gone, or speaks no frames */
+			} else if (got == 0 || (errno != ENOMEM && errno != ETIMEDOUT)) { /* gone, or speaks no frames */
 				if (!plan->grace_ms || plan->listener < 0)
 					leave(plan, "orphaned\n", 1);
+				forget_node();
 				alone_until = now_ms() + plan->grace_ms;
 				waits[0].fd = -1;
 				waits[2].fd = plan->listener;

@@ -73,9 +73,31 @@ static int set_attribute(int to, const char *name, const void *value, size_t len
 	return -1;
 }
 
+static char names[XATTR_LIST_MAX]; /* the most that the kernel gives */
+
+/* Whether it is not the box's to set or remove: a security module's label, or what this file system does not have. */
+static int is_not_ours(int error)
+{
+	return error == ENOTSUP || error == EPERM || error == EACCES || error == ENODATA;
+}
+
+/* A directory that a lower tree brought gets those of the higher one instead, before anything is made in it: a default
+ * access list goes over to whatever is. That it is opaque stays: what it hides is below both trees. */
+static int clear_attributes(int directory)
+{
+	ssize_t size = flistxattr(directory, names, sizeof names);
+
+	if (size < 0)
+		return errno == ENOTSUP ? 0 : -1;
+	for (const char *name = names; name < names + size; name += strlen(name) + 1)
+		if (strcmp(name, OPAQUE) != 0 && fremovexattr(directory, name) < 0 && !is_not_ours(errno))
+			return -1;
+	return 0;
+}
+
 static int copy_attributes(int from, int to)
 {
-	static char names[XATTR_LIST_MAX], value[XATTR_SIZE_MAX]; /* the most that the kernel gives */
+	static char value[XATTR_SIZE_MAX];
 	ssize_t size = flistxattr(from, names, sizeof names);
 
 	if (size < 0)
@@ -86,11 +108,21 @@ static int copy_attributes(int from, int to)
 		ssize_t length = fgetxattr(from, name, value, sizeof value);
 		if (length < 0 && errno == ENODATA)
 			continue;
-		/* A label that this file system or this box may not set is the security module's, not the box's. */
-		if (length < 0 || (set_attribute(to, name, value, (size_t)length) < 0 && errno != ENOTSUP && errno != EPERM))
+		if (length < 0 || (set_attribute(to, name, value, (size_t)length) < 0 && !is_not_ours(errno)))
 			return -1;
 	}
 	return 0;
+}
+
+int look_like(int from, int to, const struct stat *what)
+{
+	struct timespec times[2] = {what->st_atim, what->st_mtim};
+
+	/* The mode after the owner, which takes set-id bits away; the access list after the mode, which changes it. */
+	return fchown(to, what->st_uid, what->st_gid) < 0 || fchmod(to, what->st_mode & 07777) < 0 ||
+			       copy_attributes(from, to) < 0 || futimens(to, times) < 0
+		       ? -1
+		       : 0;
 }
 
 static int remove_at(int directory, const char *name, int depth)
@@ -200,14 +232,12 @@ static const char *first_name(struct walk *walk, const struct stat *what)
 static int copy_file(struct walk *walk, int from, int to, const char *name, const struct stat *what)
 {
 	const char *other = what->st_nlink > 1 ? first_name(walk, what) : NULL;
-	struct timespec times[2] = {what->st_atim, what->st_mtim};
 
 	if (other)
 		return linkat(walk->top, other, to, name, 0);
 	int in = openat(from, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
 	int out = in < 0 ? -1 : openat(to, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-	int failed = out < 0 || copy_bytes(in, out, what->st_size) < 0 || fchown(out, what->st_uid, what->st_gid) < 0 ||
-		     fchmod(out, what->st_mode & 07777) < 0 || copy_attributes(in, out) < 0 || futimens(out, times) < 0;
+	int failed = out < 0 || copy_bytes(in, out, what->st_size) < 0 || look_like(in, out, what) < 0;
 	int error = errno;
 	if (in >= 0)
 		close(in);
@@ -245,7 +275,6 @@ static int walk_directory(struct walk *walk, int from, int to, size_t length, in
 static int walk_inner(struct walk *walk, int from, int to, const char *name, const struct stat *what, size_t length,
 		      int depth)
 {
-	struct timespec times[2] = {what->st_atim, what->st_mtim};
 	int in = openat(from, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC), out = -1, failed = in < 0;
 
 	if (!failed && walk->list) {
@@ -256,8 +285,8 @@ static int walk_inner(struct walk *walk, int from, int to, const char *name, con
 		/* What lies below an opaque directory is not seen through it. */
 		failed = (is_opaque(in) && remove_at(to, name, 0) < 0) || (mkdirat(to, name, 0700) < 0 && errno != EEXIST) ||
 			 (out = openat(to, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC)) < 0 ||
-			 walk_directory(walk, in, out, length, depth + 1) < 0 || fchown(out, what->st_uid, what->st_gid) < 0 ||
-			 fchmod(out, what->st_mode & 07777) < 0 || copy_attributes(in, out) < 0 || futimens(out, times) < 0;
+			 clear_attributes(out) < 0 || walk_directory(walk, in, out, length, depth + 1) < 0 ||
+			 look_like(in, out, what) < 0;
 	}
 	int error = errno;
 	if (in >= 0)
@@ -364,8 +393,8 @@ int copy_upper(const struct message *message, int upper, struct child *out)
 		int from = i < message->fd_count ? message->fds[i] : upper;
 		forget_links(&walk);
 		struct stat what;
-		failed = walk_directory(&walk, from, walk.top, 0, 0) < 0 || fstat(from, &what) < 0 ||
-			 fchmod(walk.top, what.st_mode & 07777) < 0 || fchown(walk.top, what.st_uid, what.st_gid) < 0;
+		failed = clear_attributes(walk.top) < 0 || walk_directory(&walk, from, walk.top, 0, 0) < 0 ||
+			 fstat(from, &what) < 0 || look_like(from, walk.top, &what) < 0;
 	}
 	finish(message->head.id, &walk, failed);
 }

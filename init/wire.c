@@ -1,17 +1,54 @@
 #include "wire.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
+
+uint64_t wire_until;
+
+uint64_t now_ms(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_BOOTTIME, &now);
+	return (uint64_t)now.tv_sec * 1000u + (uint64_t)now.tv_nsec / 1000000u;
+}
+
+int wait_ms(uint64_t first, uint64_t second)
+{
+	uint64_t moment = !first || (second && second < first) ? second : first, now = now_ms();
+
+	if (!moment)
+		return -1;
+	return moment <= now ? 0 : moment - now > 60000 ? 60000 : (int)(moment - now);
+}
+
+/* After a call that did not wait: 0 when it is to be made again. */
+static int wait_for(int sock, short what)
+{
+	struct pollfd wait = {sock, what, 0};
+
+	if (errno == EINTR)
+		return 0;
+	if (errno != EAGAIN)
+		return -1;
+	if (wire_until && now_ms() >= wire_until) {
+		errno = ETIMEDOUT;
+		return -1;
+	}
+	return poll(&wait, 1, wait_ms(wire_until, 0)) < 0 && errno != EINTR ? -1 : 0;
+}
 
 static int read_all(int sock, char *into, size_t length)
 {
 	while (length > 0) {
-		ssize_t got = recv(sock, into, length, 0);
-		if (got < 0 && errno == EINTR)
+		ssize_t got = recv(sock, into, length, MSG_DONTWAIT);
+		if (got < 0 && wait_for(sock, POLLIN) == 0)
 			continue;
 		if (got <= 0)
 			return got == 0 ? 0 : -1;
@@ -36,8 +73,8 @@ int wire_receive(int sock, struct message *out)
 	out->body = NULL;
 	out->fd_count = 0;
 	do
-		got = recvmsg(sock, &msg, MSG_CMSG_CLOEXEC);
-	while (got < 0 && errno == EINTR);
+		got = recvmsg(sock, &msg, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+	while (got < 0 && wait_for(sock, POLLIN) == 0);
 	if (got <= 0)
 		return got == 0 ? 0 : -1;
 
@@ -193,8 +230,8 @@ int reply_send_all(int sock, const struct reply *reply, const int *fds, int coun
 		memcpy(CMSG_DATA(c), fds, sizeof(int) * (size_t)count);
 	}
 	do
-		sent = sendmsg(sock, &msg, MSG_NOSIGNAL);
-	while (sent < 0 && errno == EINTR);
+		sent = sendmsg(sock, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
+	while (sent < 0 && wait_for(sock, POLLOUT) == 0);
 	if (sent < 0)
 		return -1;
 	if ((size_t)sent != size) { /* a frame of this size is one socket buffer: the kernel takes it whole or not at all */

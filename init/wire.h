@@ -105,6 +105,14 @@ struct view { /* one field of a message; payload points into its body */
 	const char *payload;
 };
 
+/* Milliseconds of a clock that counts a suspended host's sleep too. */
+uint64_t now_ms(void);
+/* How long to wait, at most a minute: until the sooner of two moments, of which 0 is none; -1 without any. */
+int wait_ms(uint64_t first, uint64_t second);
+/* Past this moment nothing here waits for the other side any more (ETIMEDOUT), which may have stopped in the middle of
+ * a frame, or read none. 0: never. */
+extern uint64_t wire_until;
+
 /* Read one whole frame, blocking. 1: got it; 0: the peer closed; -1: errno (EBADMSG: not a frame). */
 int wire_receive(int sock, struct message *out);
 void message_free(struct message *message);

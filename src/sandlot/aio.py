@@ -1,18 +1,62 @@
 """The only concurrency helpers: named deadlines, teardown that a cancellation cannot cut short, a program run to its
-end. Nothing here polls."""
+end, descriptors that no forked copy of this process has. Nothing here polls."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from sandlot.errors import DeadlineExceeded
 
 T = TypeVar("T")
+
+
+# What a process that forks without exec, as multiprocessing does, must not hand on: whoever holds a control socket or a
+# lock lives, and so the sandboxes of a process that was killed would live on with its child.
+_alone: set[int] = set()
+
+
+def alone(fd: int) -> int:
+    """From now on the descriptor leads nowhere in a forked child. To be closed by `close_alone`, or after `shared`."""
+    _alone.add(fd)
+    return fd
+
+
+@contextmanager
+def for_a_while_alone(fd: int) -> Iterator[None]:
+    alone(fd)
+    try:
+        yield
+    finally:
+        shared(fd)
+
+
+def shared(fd: int) -> None:
+    """No longer: its number will be another's."""
+    _alone.discard(fd)
+
+
+def close_alone(fd: int) -> None:
+    shared(fd)
+    os.close(fd)
+
+
+def _forked() -> None:
+    """In the child. The numbers stay taken: whoever holds one there may still close it."""
+    if not _alone:
+        return
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in _alone:
+        os.dup2(null, fd, inheritable=False)
+    os.close(null)
+    _alone.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @asynccontextmanager

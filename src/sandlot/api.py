@@ -8,13 +8,26 @@ process, behind HTTP or on a cluster.
 from __future__ import annotations
 
 import base64
+import json
 import posixpath
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
+from pydantic_core import PydanticSerializationError
+
+T = TypeVar("T")
 
 # What a server's in-process handler is: an ASGI application. The node serves it on a listener inside the box.
 Scope = MutableMapping[str, Any]
@@ -54,6 +67,35 @@ Binary = Annotated[
     BeforeValidator(lambda value: base64.b64decode(value, validate=True) if isinstance(value, str) else value),
     PlainSerializer(lambda value: base64.b64encode(value).decode("ascii"), return_type=str, when_used="json"),
 ]
+
+
+def to_json(kind: TypeAdapter[T], value: T, *, only_set: bool = False) -> bytes:
+    """`value` as JSON. File names, and the words of a command, are any bytes: one that is not UTF-8 is in Python as
+    `os.fsdecode` gives it and in JSON the escape of the same letter, `\\udcXX`; in a URL the byte is `%XX` like any."""
+    try:
+        return kind.dump_json(value, exclude_unset=only_set)
+    except PydanticSerializationError:  # it writes no such letter; the standard library escapes it
+        found = kind.dump_python(value, exclude_unset=only_set)
+        return json.dumps(found, default=_as_base64, separators=(",", ":")).encode()
+
+
+def from_json(kind: TypeAdapter[T], text: bytes) -> T:
+    """The other way. Raises ValidationError."""
+    try:
+        return kind.validate_json(text)
+    except ValidationError as error:
+        if error.errors()[0]["type"] != "json_invalid":
+            raise
+        try:
+            return kind.validate_python(json.loads(text))
+        except ValueError:  # it is not JSON at all
+            raise error from None
+
+
+def _as_base64(value: object) -> str:
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return base64.b64encode(value).decode("ascii")
 
 
 class Model(BaseModel):
@@ -329,7 +371,7 @@ class PoolInfo(Warm):
 class Change(Model):
     """One path that differs from the image."""
 
-    path: str
+    path: str = Field(description="absolute; a byte that is not UTF-8 is `\\udcXX`, as `os.fsdecode` has it")
     kind: Literal["added", "changed", "deleted"]
     directory: bool = False
 

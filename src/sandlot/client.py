@@ -38,6 +38,8 @@ from sandlot.api import (
     Stats,
     Target,
     Upstream,
+    from_json,
+    to_json,
 )
 from sandlot.errors import (
     DeadlineExceeded,
@@ -61,10 +63,14 @@ _COPY_SECONDS = 1830.0
 # How long a run with a key waits for a server that does not answer, and how often it looks (seconds).
 _AWAY_SECONDS = 60.0
 _AWAY_STEP = 0.25
+# An attempt that took longer than connecting may take found a server there, and waited for the command.
+_HELD_SECONDS = _CONNECT_SECONDS + 5.0
 
 # An idle connection is dropped here before the server would do it (asgi.KEEP_ALIVE_SECONDS).
 _IDLE_SECONDS = 30.0
 
+_SPEC = TypeAdapter(SandboxSpec)
+_RUN = TypeAdapter(Run)
 _INFO = TypeAdapter(Info)
 _STATS = TypeAdapter(Stats)
 _INFOS = TypeAdapter(list[Info])
@@ -104,7 +110,7 @@ class HttpNode:
                 _INFO,
                 "making a sandbox",
                 _CREATE_SECONDS,
-                content=spec.model_dump_json(exclude_unset=True),
+                content=to_json(_SPEC, spec, only_set=True),
             )
         )
         try:
@@ -182,9 +188,11 @@ class HttpNode:
     async def run(self, sandbox_id: str, run: Run) -> RunResult:
         # Start, the command itself, and killing it at its timeout.
         seconds = None if run.timeout is None else run.timeout + 2 * _STEP_SECONDS
+        content = to_json(_RUN, run, only_set=True)
         loop = asyncio.get_running_loop()
-        until = loop.time() + (_AWAY_SECONDS if run.key is not None else 0)
+        until: float | None = None  # while the server is away
         while True:
+            asked_at = loop.time()
             try:
                 return await self._call(
                     "POST",
@@ -192,24 +200,24 @@ class HttpNode:
                     _RESULT,
                     f"running {run.argv[0]} in {sandbox_id}",
                     seconds,
-                    content=run.model_dump_json(exclude_unset=True),
+                    content=content,
                 )
             except Unreachable:
-                if loop.time() >= until:
+                now = loop.time()
+                if until is None or now - asked_at > _HELD_SECONDS:  # it was there: its minute begins now
+                    until = now + _AWAY_SECONDS
+                if run.key is None or now >= until:
                     raise
             await asyncio.sleep(_AWAY_STEP)  # nobody can say when a server that is gone will be back
 
     async def read_file(self, sandbox_id: str, path: str) -> bytes:
-        return await self._send(
-            "GET", _path(sandbox_id, "files"), f"reading {path} of {sandbox_id}", params={"path": path}
-        )
+        return await self._send("GET", _file_path(sandbox_id, path), f"reading {path} of {sandbox_id}")
 
     async def write_file(self, sandbox_id: str, path: str, data: bytes, mode: int = 0o644) -> None:
         await self._send(
             "PUT",
-            _path(sandbox_id, "files"),
+            f"{_file_path(sandbox_id, path)}&mode={mode}",
             f"writing {path} of {sandbox_id}",
-            params={"path": path, "mode": mode},
             content=data,
             headers={"Content-Type": "application/octet-stream"},
         )
@@ -275,7 +283,7 @@ class HttpNode:
     ) -> T:
         body = await self._send(method, path, doing, seconds, **request)
         try:
-            return answer.validate_json(body)
+            return from_json(answer, body)
         except ValidationError:
             raise SandlotError(
                 f"what answers at {self._url} is not a Sandlot server of this version",
@@ -315,6 +323,14 @@ def _refusal(response: httpx2.Response) -> SandlotError:
 
 def _path(sandbox_id: str, rest: str = "") -> str:
     return f"/v1/sandboxes/{quote(sandbox_id, safe='')}" + (f"/{rest}" if rest else "")
+
+
+def _file_path(sandbox_id: str, path: str) -> str:
+    try:
+        named = path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{path!r} is not text, nor the name of a file as `os.fsdecode` gives it") from None
+    return _path(sandbox_id, f"files?path={quote(named, safe='/')}")
 
 
 class _Handlers:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,8 +20,8 @@ import pytest
 
 from sandlot.api import Info, Run, SandboxSpec, Upstream
 from sandlot.client import HttpNode
-from sandlot.errors import NotFound, SandboxEnded, Unreachable
-from tests.support.server import Server, alive, first_processes, kill, leftovers, note_nodes, until_gone
+from sandlot.errors import NotFound, SandboxEnded, SandlotError, Unreachable
+from tests.support.server import Server, alive, first_processes, kill, leftovers, note_nodes, owners, until_gone
 
 ROUNDS = int(os.environ.get("SANDLOT_FAULT_ROUNDS", "30"))
 SEED = int(os.environ.get("SANDLOT_FAULT_SEED", str(random.randrange(1 << 30))))
@@ -66,10 +67,12 @@ async def talk(node: HttpNode, box: str, key: str, code: int) -> str:
 
 async def churn(node: HttpNode, box: str, chance: random.Random, name: str) -> None:
     """A call that changes the box, whatever happens to it meanwhile: done or not, never half."""
-    what = chance.choice(["reset", "fork", "snapshot", "pause"])
+    what = chance.choice(["reset", "end", "fork", "snapshot", "pause"])
     try:
         if what == "reset":
             await node.reset(box)
+        elif what == "end":
+            await end_during_reset(node, box, chance.random() * 0.02)
         elif what == "fork":
             await asyncio.gather(*(node.destroy(fork.id) for fork in await node.fork(box, 2)))
         elif what == "snapshot":
@@ -78,6 +81,27 @@ async def churn(node: HttpNode, box: str, chance: random.Random, name: str) -> N
             await node.pause(box)
     except (SandboxEnded, Unreachable):
         pass
+
+
+async def end_during_reset(node: HttpNode, box: str, after: float) -> None:
+    """Raises Unreachable when the server goes away."""
+    resetting = asyncio.ensure_future(node.reset(box))
+    await asyncio.sleep(after)
+    for outcome in await asyncio.gather(resetting, node.destroy(box), return_exceptions=True):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, SandboxEnded):
+            raise outcome
+
+
+async def until_every_box_is_somebodys(state: Path, node: HttpNode) -> None:
+    """Each box that lives is the one box of a sandbox that the node knows."""
+    known, boxes = [""], list[str]()
+    try:
+        async with asyncio.timeout(20):
+            while boxes != known:
+                known, boxes = sorted(info.id for info in await node.list()), sorted(owners(state))
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"boxes of {boxes}, sandboxes {known}") from None
 
 
 async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
@@ -91,15 +115,15 @@ async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
         for number in range(ROUNDS):
             while len(boxes) < BOXES:
                 boxes.append((await node.create(SandboxSpec(labels={"round": str(number)}))).id)
+            changing = (await node.create(SandboxSpec(labels={"changes": str(number)}))).id
+            await node.run(changing, Run(argv=("sh", "-c", "head -c 3000000 /dev/urandom > /root/some")))
             work = [
                 asyncio.create_task(talk(node, box, f"r{number}-{index}-{again}", chance.randrange(100)))
                 for index, box in enumerate(boxes)
                 for again in range(2)
             ]
-            changing = (await node.create(SandboxSpec(labels={"changes": str(number)}))).id
-            await node.run(changing, Run(argv=("sh", "-c", "head -c 3000000 /dev/urandom > /root/some")))
             changes = asyncio.create_task(churn(node, changing, chance, f"round-{number}"))
-            await asyncio.sleep(chance.random() * 0.15)
+            await asyncio.sleep(chance.random() * 0.08)  # about as long as the commands take
             what = chance.choice(["node", "node", "helper", "both"])
             victims = []
             if what != "node":
@@ -136,6 +160,7 @@ async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
                 assert len(starts) == len(set(starts)), f"started twice: {starts}"
                 left.append(box)
             assert {info.id for info in await node.list()} == set(left)
+            await until_every_box_is_somebodys(state, node)
             boxes = left
         for image in await node.images():
             await node.delete_image(image.name)
@@ -145,7 +170,42 @@ async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
         everybody = first_processes(state)
     assert not [pid for pid in everybody if alive(pid)]
     assert leftovers(state) == []
-    assert [path.name for path in (state / "images").rglob("*") if path.is_file()] == []
+    # A name half written when the server was killed is removed when it is a minute old.
+    assert [path.name for path in (state / "images").rglob("[!.]*") if path.is_file()] == []
+
+
+async def test_a_sandbox_that_is_ended_while_it_is_reset_leaves_no_box(state: Path) -> None:
+    print(f"seed {SEED}")
+    chance = random.Random(SEED)
+    async with Server(state, "--orphan-grace", "30") as server:
+        note_nodes(state)
+        node = server.node()
+        for _ in range(60):
+            await end_during_reset(node, (await node.create(SandboxSpec())).id, chance.random() * 0.02)
+        await until_every_box_is_somebodys(state, node)
+        await node.close()
+    assert leftovers(state) == []
+
+
+async def test_a_server_that_is_stopped_while_it_forks_and_resets_leaves_nothing(state: Path) -> None:
+    print(f"seed {SEED}")
+    chance = random.Random(SEED)
+    for _ in range(4):
+        server = Server(state, "--orphan-grace", "30")
+        await server.start()
+        note_nodes(state)
+        node = server.node()
+        box, *others = [(await node.create(SandboxSpec())).id for _ in range(5)]
+        work = [asyncio.ensure_future(node.reset(other)) for other in others]
+        forking = asyncio.ensure_future(node.fork(box, 60))
+        await asyncio.sleep(chance.random() * 0.5)
+        await server.stop()
+        assert server.process is not None
+        assert server.process.returncode == 0
+        assert leftovers(state) == []
+        for outcome in await asyncio.gather(forking, *work, return_exceptions=True):
+            assert not isinstance(outcome, BaseException) or isinstance(outcome, SandlotError), outcome
+        await node.close()
 
 
 async def test_two_hundred_boxes_are_found_again(state: Path) -> None:
@@ -231,6 +291,50 @@ async def test_boxes_of_a_server_that_never_comes_back_end_and_are_swept(state: 
     async with Server(state):
         note_nodes(state)
         assert len(list(state.glob("node-*"))) == 1
+    assert leftovers(state) == []
+
+
+# argv: the state directory. A box, and a worker of this program's own, as multiprocessing makes one.
+FORKING = """
+import asyncio, os, sys, time
+from pathlib import Path
+from sandlot.api import SandboxSpec
+from sandlot.node.node import local_node
+
+async def main():
+    node = local_node(Path(sys.argv[1]))
+    await node.start()
+    info = await node.create(SandboxSpec())
+    first = node._live[info.id].box._pid
+    worker = os.fork()
+    if worker == 0:
+        os.close(1)
+        time.sleep(600)
+    print(first, worker, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_programs_boxes_end_with_it_though_a_worker_that_it_forked_lives_on(state: Path) -> None:
+    program = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FORKING, str(state), stdout=asyncio.subprocess.PIPE
+    )
+    assert program.stdout is not None
+    async with asyncio.timeout(60):
+        first, worker = map(int, (await program.stdout.readline()).split())
+    note_nodes(state)
+    try:
+        program.kill()
+        await program.wait()
+        await until_gone(first)
+        assert alive(worker)
+        async with Server(state):  # which finds the directory nobody's
+            note_nodes(state)
+            assert len(list(state.glob("node-*"))) == 1
+    finally:
+        kill(worker)
     assert leftovers(state) == []
 
 

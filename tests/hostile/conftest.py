@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -63,6 +64,16 @@ async def arena(tmp_path: Path, promises: dict[str, Capability]) -> AsyncIterato
     after = host_state(node.driver)
     await node.close()
     assert after == before
+
+
+@pytest.fixture
+def nosuid(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, as SECURITY.md asks for."""
+    path = tmp_path / "nosuid"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nosuid,nodev", "sandlot-test", path], check=True)
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,13 @@ from __future__ import annotations
 import os
 import struct
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sandlot.api import Volume
 from sandlot.drivers.native.plan import CAPABILITIES, NODEV
 from tests.support.calls import CALL
-from tests.support.hostile import Arena, volumes_with
+from tests.support.hostile import Arena, as_a_stranger, out, volumes_with
 
 PROMISE = "privileges"
 
@@ -55,11 +53,6 @@ async def gained(arena: Arena, path: str, **spec: object) -> int:
     return capabilities(result.stdout)
 
 
-def volume(path: Path) -> tuple[Volume, ...]:
-    path.chmod(0o777)
-    return (Volume(source=str(path), target="/out", read_only=False),)
-
-
 async def test_file_capabilities_give_nothing(arena: Arena) -> None:
     assert await gained(arena, "/tmp/tool") == 0
 
@@ -81,18 +74,18 @@ async def test_nobody_gets_more_than_the_boxes_own(arena: Arena) -> None:
 
 
 async def test_in_a_volume_they_give_nothing_even_then(arena: Arena, tmp_path: Path) -> None:
-    assert await gained(arena, "/out/tool", setuid=True, volumes=volume(tmp_path)) == 0
+    assert await gained(arena, "/out/tool", setuid=True, volumes=out(tmp_path)) == 0
 
 
 @pytest.mark.control
 async def test_control_with_a_volume_mounted_suid_they_do(arena: Arena, tmp_path: Path) -> None:
-    spec = {"setuid": True, "volumes": volume(tmp_path), "without": volumes_with(NODEV)}
+    spec = {"setuid": True, "volumes": out(tmp_path), "without": volumes_with(NODEV)}
     assert await gained(arena, "/out/tool", **spec) == OURS
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="an ordinary user's boxes")
 async def test_what_an_ordinary_users_box_leaves_outside_is_that_users(arena: Arena, tmp_path: Path) -> None:
-    box = await arena.box(volumes=volume(tmp_path))
+    box = await arena.box(volumes=out(tmp_path))
     assert (await arena.python(SMUGGLE, "/out/tool", str(READ_ALL), box=box)).stdout == "set ok\n"
     head, *_, root = struct.unpack("<IIIIII", os.getxattr(tmp_path / "tool", "security.capability"))
     assert (head >> 24, root) == (3, os.geteuid())
@@ -101,31 +94,11 @@ async def test_what_an_ordinary_users_box_leaves_outside_is_that_users(arena: Ar
     assert capabilities(result.stdout) == 0
 
 
-@pytest.fixture
-def nosuid(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, as SECURITY.md asks for."""
-    path = tmp_path / "nosuid"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "nosuid,nodev", "sandlot-test", path], check=True)
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
-
-
-def outside(path: Path, uid: int = 65_534) -> int:
-    """What a stranger on the host gets from a program that was left there."""
-    for parent in list(path.parents)[:4]:
-        if parent.stat().st_uid == os.geteuid() and parent != Path("/tmp"):
-            parent.chmod(parent.stat().st_mode | 0o111)
-    command = [path, "/proc/self/status"]
-    result = subprocess.run(command, user=uid, group=uid, extra_groups=[], capture_output=True, text=True, check=True)
-    return capabilities(result.stdout)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="a root node's boxes")
 async def test_left_on_a_file_system_without_suid_they_give_nothing_outside(nosuid: Path, arena: Arena) -> None:
-    box = await arena.box(volumes=volume(nosuid))
+    box = await arena.box(volumes=out(nosuid))
     assert (await arena.python(SMUGGLE, "/out/tool", str(READ_ALL), box=box)).stdout == "set ok\n"
-    assert outside(nosuid / "tool") == 0
+    assert capabilities(as_a_stranger(nosuid / "tool", "/proc/self/status")) == 0
     await box.close()
 
 
@@ -134,6 +107,6 @@ async def test_left_on_a_file_system_without_suid_they_give_nothing_outside(nosu
 async def test_control_on_another_file_system_they_would(arena: Arena, tmp_path: Path) -> None:
     if not arena.keeps("file owners"):
         pytest.skip("without mapped owners nothing of a box belongs to the host's root")
-    box = await arena.box(volumes=volume(tmp_path))
+    box = await arena.box(volumes=out(tmp_path))
     assert (await arena.python(SMUGGLE, "/out/tool", str(READ_ALL), box=box)).stdout == "set ok\n"
-    assert outside(tmp_path / "tool") == READ_ALL
+    assert capabilities(as_a_stranger(tmp_path / "tool", "/proc/self/status")) == READ_ALL

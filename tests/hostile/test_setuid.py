@@ -9,16 +9,13 @@ SECURITY.md asks for a file system of its own, mounted nosuid: there the bits gi
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sandlot.api import Volume
 from sandlot.drivers.native.plan import NODEV
 from sandlot.errors import InvalidRequest
-from tests.support.hostile import Arena, volumes_with
+from tests.support.hostile import Arena, as_a_stranger, out, volumes_with
 
 PROMISE = "privileges"
 
@@ -29,11 +26,6 @@ MAKE = "cp /usr/bin/id {0}/id; chown 0:0 {0}/id; chmod 6755 {0}/id; chmod 711 /r
 def users(arena: Arena) -> None:
     if not arena.users:
         pytest.skip("there is only one user inside")
-
-
-def volume(path: Path) -> tuple[Volume, ...]:
-    path.chmod(0o777)
-    return (Volume(source=str(path), target="/out", read_only=False),)
 
 
 @pytest.mark.usefixtures("users")
@@ -69,7 +61,7 @@ async def test_an_upload_brings_no_set_id_bits(arena: Arena) -> None:
 
 @pytest.mark.usefixtures("users")
 async def test_a_volume_gains_nothing_even_with_setuid_allowed(arena: Arena, tmp_path: Path) -> None:
-    box = await arena.box(setuid=True, volumes=volume(tmp_path))
+    box = await arena.box(setuid=True, volumes=out(tmp_path))
     assert (await arena.sh(MAKE.format("/out"), box=box)).ok
     result = await box.run(["/out/id"], user=1000, cwd="/")
     assert result.ok
@@ -79,36 +71,16 @@ async def test_a_volume_gains_nothing_even_with_setuid_allowed(arena: Arena, tmp
 @pytest.mark.control
 @pytest.mark.usefixtures("users")
 async def test_control_with_a_volume_mounted_suid_it_does(arena: Arena, tmp_path: Path) -> None:
-    box = await arena.box(setuid=True, volumes=volume(tmp_path), without=volumes_with(NODEV))
+    box = await arena.box(setuid=True, volumes=out(tmp_path), without=volumes_with(NODEV))
     assert (await arena.sh(MAKE.format("/out"), box=box)).ok
     assert "euid=0(root)" in (await box.run(["/out/id"], user=1000, cwd="/")).stdout
 
 
-@pytest.fixture
-def nosuid(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, as SECURITY.md asks for."""
-    path = tmp_path / "nosuid"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "nosuid,nodev", "sandlot-test", path], check=True)
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
-
-
-def outside(path: Path, uid: int = 65_534) -> str:
-    """What a stranger on the host gets from a program that was left there."""
-    for parent in list(path.parents)[:4]:
-        if parent.stat().st_uid == os.geteuid() and parent != Path("/tmp"):
-            parent.chmod(parent.stat().st_mode | 0o111)
-    return subprocess.run(
-        [path], user=uid, group=uid, extra_groups=[], capture_output=True, text=True, check=True
-    ).stdout
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's boxes write as that user")
 async def test_left_on_a_file_system_without_suid_it_gives_nothing_outside(nosuid: Path, arena: Arena) -> None:
-    box = await arena.box(volumes=volume(nosuid))
+    box = await arena.box(volumes=out(nosuid))
     assert (await arena.sh(MAKE.format("/out"), box=box)).ok
-    assert "euid" not in outside(nosuid / "id")
+    assert "euid" not in as_a_stranger(nosuid / "id")
     await box.close()
 
 
@@ -117,6 +89,6 @@ async def test_left_on_a_file_system_without_suid_it_gives_nothing_outside(nosui
 async def test_control_on_another_file_system_it_would(arena: Arena, tmp_path: Path) -> None:
     if not arena.keeps("file owners"):
         pytest.skip("without mapped owners nothing of a box belongs to the host's root")
-    box = await arena.box(volumes=volume(tmp_path))
+    box = await arena.box(volumes=out(tmp_path))
     assert (await arena.sh(MAKE.format("/out"), box=box)).ok
-    assert "euid=0(root)" in outside(tmp_path / "id")
+    assert "euid=0(root)" in as_a_stranger(tmp_path / "id")

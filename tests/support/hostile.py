@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sandlot.api import Capability, Limits, RunResult, SandboxSpec
+from sandlot.api import Capability, Limits, RunResult, SandboxSpec, Volume
 from sandlot.drivers.images import Image, interpreter_prefix
 from sandlot.drivers.native.driver import NativeDriver
 from sandlot.drivers.native.plan import NOSUID, Do, Host, Plan, make_plan
@@ -147,6 +148,22 @@ async def gone_inside(box: Sandbox, text: str) -> bool:
 def _named(text: str) -> str:
     assert re.fullmatch(r"\w+", text), "a plain word"
     return f"grep -als '[{text[0]}]{text[1:]}' /proc/[0-9]*/cmdline"  # in brackets it does not find itself
+
+
+def out(path: Path) -> tuple[Volume, ...]:
+    """A directory of the host as a volume at /out, in which any id may write."""
+    path.chmod(0o777)
+    return (Volume(source=str(path), target="/out", read_only=False),)
+
+
+def as_a_stranger(*command: str | Path, uid: int = 65_534) -> str:
+    """What another user of the host gets from a program that was left there."""
+    for parent in list(Path(command[0]).parents)[:4]:
+        if parent.stat().st_uid == os.geteuid() and parent != Path("/tmp"):
+            parent.chmod(parent.stat().st_mode | 0o111)
+    return subprocess.run(
+        command, user=uid, group=uid, extra_groups=[], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def no_filter(plan: Plan) -> Plan:

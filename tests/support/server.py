@@ -69,11 +69,29 @@ def first_processes(state: Path) -> list[int]:
     return [json.loads(record.read_text())["pid"] for record in state.glob("node-*/boxes/*.json")]
 
 
+def owners(state: Path) -> list[str]:
+    """Whose the boxes are that live and are not parked: a sandbox's id for each box."""
+    found = []
+    for record in state.glob("node-*/boxes/*.json"):
+        try:
+            facts = json.loads(record.read_text())
+        except FileNotFoundError:  # it ended while we looked
+            continue
+        if not facts["parked"] and alive(facts["pid"]):
+            found.append(json.loads(facts["note"])["id"])
+    return found
+
+
 def leftovers(state: Path) -> list[str]:
     """What a stopped server must not leave: directories, cgroups, processes that are named after its nodes."""
     left = [str(path) for path in state.glob("node-*")]
-    left += [str(path) for path in Path("/sys/fs/cgroup").glob("**/sandlot-node-*") if _of(state, path.name)]
-    return left
+    return left + cgroups(_known.get(state, set()))
+
+
+def cgroups(nodes: set[str]) -> list[str]:
+    """Cgroups named after these nodes. Walked and not globbed: others vanish meanwhile."""
+    wanted = {f"sandlot-{node}" for node in nodes}
+    return [os.path.join(at, name) for at, names, _ in os.walk("/sys/fs/cgroup") for name in names if name in wanted]
 
 
 _known: dict[Path, set[str]] = {}
@@ -82,10 +100,6 @@ _known: dict[Path, set[str]] = {}
 def note_nodes(state: Path) -> None:
     """Remember the names of nodes that live now, to look for what they leave."""
     _known.setdefault(state, set()).update(path.name for path in state.glob("node-*"))
-
-
-def _of(state: Path, cgroup: str) -> bool:
-    return cgroup.removeprefix("sandlot-") in _known.get(state, set())
 
 
 def alive(pid: int) -> bool:

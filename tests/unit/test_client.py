@@ -5,22 +5,27 @@
 3. An application of this process answers for a sandbox on the server; its key never reaches the box or the application.
 4. A create that is cancelled leaves nothing on the server, and a cancelled run no command; every ending is counted
    there.
-5. No server, a stranger's server and a server that breaks off are three clear errors.
+5. No server, a stranger's server and a server that breaks off are three clear errors; a run with a key waits a minute
+   for a server that is gone, counted from when it was last there.
+6. What is told of snapshots, changes and pools is the node's own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import socket
+import tarfile
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sandlot import asgi
-from sandlot.api import Ending, Limits, Run, SandboxSpec, Upstream
+from sandlot.api import Change, Ending, ImageConfig, Limits, Run, RunResult, SandboxSpec, Upstream, Warm
 from sandlot.client import HttpNode
 from sandlot.drivers.base import NOT_KEPT, Keeping
 from sandlot.drivers.fake import Context, FakeDriver
@@ -123,6 +128,41 @@ async def test_results_are_the_node_s_own(local: Node, remote: HttpNode) -> None
     assert (await remote.counts())["preempted"] == 1
 
 
+async def test_snapshots_and_changes_are_the_node_s_own(local: Node, remote: HttpNode) -> None:
+    box = (await remote.create(SandboxSpec())).id
+    await remote.write_file(box, "/root/new", b"snapped")
+    assert await remote.diff(box) == await local.diff(box) == [Change(path="/root/new", kind="added")]
+    config = ImageConfig(env={"A": "b"}, workdir="/tmp")
+    made = await remote.snapshot(box, "solved", config)
+    assert made.config == config
+    assert await remote.images() == await local.images() == [made]
+    written = b"".join([chunk async for chunk in remote.export_image("solved")])
+    with tarfile.open(fileobj=io.BytesIO(written)) as tar:
+        assert tar.extractfile("root/new").read() == b"snapped"  # type: ignore[union-attr]
+    await remote.reset(box, "solved")
+    (fork,) = await remote.fork(box)
+    assert await remote.read_file(fork.id, "/root/new") == b"snapped"
+    await remote.delete_image("solved")
+    for call in (lambda: anext(remote.export_image("solved")), lambda: remote.delete_image("solved")):
+        with pytest.raises(NotFound, match="solved"):
+            await call()
+
+
+async def test_pools_are_the_node_s_own(tmp_path: Path) -> None:
+    async with Node(FakeDriver(), tmp_path, warm=[Warm(size=2)]) as local:
+        served, url = await listening(create_app(local))
+        remote = HttpNode(url)
+        async with asyncio.timeout(5):
+            while (await remote.pools())[0].ready < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await remote.create(SandboxSpec())
+        (pool,) = await remote.pools()
+        assert (pool.image, pool.size, pool.hits, pool.misses) == ("host", 2, 1, 0)
+        assert [pool.hits for pool in await local.pools()] == [1]
+        await remote.close()
+        served.close()
+
+
 async def test_errors_are_the_node_s_own(local: Node, remote: HttpNode) -> None:
     made = await remote.create(SandboxSpec())
     await remote.destroy(made.id)
@@ -156,6 +196,24 @@ async def test_any_bytes_survive(remote: HttpNode) -> None:
     assert (await remote.run(box, run("cat", stdin=data[: 1 << 20]))).out.data == data[: 1 << 20]
     await remote.write_file(box, path, b"")
     assert await remote.read_file(box, path) == b""
+
+
+async def test_names_that_are_not_utf_8_are_told_and_taken(local: Node, remote: HttpNode) -> None:
+    made = await remote.create(SandboxSpec(env={"ODD": "\udcfe"}))
+    path = "/root/a\udcffb ä%+&.txt"  # as `os.fsdecode` gives the byte 0xff
+    await remote.write_file(made.id, path, b"inside")
+    assert await remote.read_file(made.id, path) == await local.read_file(made.id, path) == b"inside"
+    assert [change.path for change in await remote.diff(made.id)] == [path]
+    assert (await remote.run(made.id, run("cat", path, key="once"))).stdout == "inside"
+    assert (await remote.run(made.id, run("cat", path, stdin=b"\xff" * 9, env={"N\udcff": "v"}))).stdout == "inside"
+    said = []
+    for node in (local, remote):
+        with pytest.raises(NotFound, match="none") as raised:
+            await node.read_file(made.id, "/root/\udcff/none")
+        said.append(raised.value.message)
+    assert said[0] == said[1]
+    with pytest.raises(InvalidRequest, match="is not text"):
+        await remote.read_file(made.id, "/root/\ud800")
 
 
 async def test_only_named_limits_are_named_on_the_server(tmp_path: Path) -> None:
@@ -272,6 +330,64 @@ async def test_a_cancelled_run_kills_its_command_on_the_server(local: Node, remo
             await running
         await Telling.ended.wait()
     assert (await remote.run(box, run("echo", "usable"))).stdout == "usable\n"
+
+
+class Flaky:
+    """A server that breaks off its first requests after some seconds each, and then answers."""
+
+    def __init__(self, *breaks: float) -> None:
+        self._breaks = list(breaks)
+        self.asked = 0
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        if self._breaks:
+            await asyncio.sleep(self._breaks.pop(0))
+        else:
+            body = RunResult(exit_code=7).model_dump_json().encode()
+            head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            writer.write(head + body)
+        writer.close()
+
+    @asynccontextmanager
+    async def node(self) -> AsyncIterator[HttpNode]:
+        server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
+        node = HttpNode(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            yield node
+        finally:
+            await node.close()
+            server.close()
+
+
+@pytest.fixture
+def short_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute that is 0.5 s long."""
+    for name, seconds in (("_AWAY_SECONDS", 0.5), ("_AWAY_STEP", 0.02), ("_HELD_SECONDS", 0.3)):
+        monkeypatch.setattr(f"sandlot.client.{name}", seconds)
+
+
+@pytest.mark.usefixtures("short_minute")
+async def test_a_run_that_is_older_than_a_minute_survives_its_server() -> None:
+    flaky = Flaky(0.8, 0, 0, 0.6, 0)  # twice it was there for longer than that
+    async with flaky.node() as node:
+        assert (await node.run("sb-1", run("true", key="k"))).exit_code == 7
+    assert flaky.asked == 6
+
+
+@pytest.mark.usefixtures("short_minute")
+async def test_a_server_that_stays_away_for_a_minute_is_given_up() -> None:
+    flaky = Flaky(*[0.01] * 1000)
+    async with flaky.node() as node:
+        async with asyncio.timeout(5):
+            with pytest.raises(Unreachable):
+                await node.run("sb-1", run("true", key="k"))
+        assert flaky.asked > 3
+        flaky.asked = 0
+        with pytest.raises(Unreachable):
+            await node.run("sb-1", run("true"))  # without a key it may have run: it is not asked again
+        assert flaky.asked == 1
 
 
 async def test_no_server_is_unreachable() -> None:

@@ -7,6 +7,9 @@ of the fake driver (true, false, echo, cat, env, pwd, sleep); what takes a real 
     for check in CHECKS:
         if check.needs <= {"kernel"}:          # a driver of real processes offers "kernel"; the fake one nothing
             await check.run(driver)
+
+A driver whose boxes outlive their node offers "adoption" too: to those checks a driver is given in whose directory
+another process ran `leave` with a driver of its own, and was killed when that had returned.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandlot.aio import deadline
-from sandlot.api import Ending, Limits, SandboxSpec, Volume
-from sandlot.drivers.base import Box, Driver, Exit, Process, Spawn
-from sandlot.errors import Conflict, InvalidRequest, NotFound
+from sandlot.api import Change, Ending, ImageConfig, ImageInfo, Limits, SandboxSpec, Volume
+from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Driver, Exit, Hold, Keeping, Process, Spawn
+from sandlot.errors import Conflict, InvalidRequest, NotFound, SandlotError
 
 # Seconds that one step may take: far more than any does, so that a hang fails by name.
 _STEP = 20.0
@@ -36,7 +39,7 @@ _ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root"}
 
 @dataclass(frozen=True)
 class Check:
-    """One promise. `needs` ⊆ {"kernel"}: what a driver must offer for it to make sense."""
+    """One promise. `needs` ⊆ {"kernel", "adoption"}: what a driver must offer for it to make sense."""
 
     name: str
     run: Callable[[Driver], Awaitable[None]]
@@ -55,15 +58,28 @@ def _check(*needs: str) -> Callable[[Callable[[Driver], Awaitable[None]]], Calla
 
 
 @asynccontextmanager
-async def a_box(driver: Driver, spec: SandboxSpec | None = None) -> AsyncIterator[Box]:
+async def a_box(driver: Driver, spec: SandboxSpec | None = None, keeping: Keeping = NOT_KEPT) -> AsyncIterator[Box]:
     """A box for one check."""
     async with deadline(_STEP, "making a box"):
-        box = await driver.create(f"sb-check{secrets.token_hex(5)}", spec or SandboxSpec(), frozenset())
+        box = await driver.create(f"sb-check{secrets.token_hex(5)}", spec or SandboxSpec(), frozenset(), keeping)
     try:
         yield box
     finally:
         async with deadline(_STEP, "destroying a box"):
             await box.destroy()
+
+
+@asynccontextmanager
+async def a_snapshot(driver: Driver, box: Box, named: bool = True) -> AsyncIterator[ImageInfo]:
+    """An image for one check."""
+    async with deadline(_STEP, "making a snapshot"):
+        info = await driver.snapshot(box, f"check-{secrets.token_hex(5)}" if named else None)
+    try:
+        yield info
+    finally:
+        async with deadline(_STEP, "forgetting a snapshot"):
+            with suppress(NotFound):  # the check did it
+                await driver.forget(info.name)
 
 
 class Started:
@@ -127,20 +143,24 @@ async def output(box: Box, *argv: str, user: int = 0) -> str:
     return out.decode()
 
 
-async def _read_to_end(fd: int) -> bytes:
+async def _readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
+async def _read_to_end(fd: int) -> bytes:
     os.set_blocking(fd, False)
     data = bytearray()
     while True:
         try:
             chunk = os.read(fd, 1 << 16)
         except BlockingIOError:
-            ready = asyncio.Event()
-            loop.add_reader(fd, ready.set)
-            try:
-                await ready.wait()
-            finally:
-                loop.remove_reader(fd)
+            await _readable(fd)
             continue
         if not chunk:
             return bytes(data)
@@ -429,12 +449,8 @@ async def check_kill_tree_takes_those_that_left(driver: Driver) -> None:
     """kill_tree takes children that left the process's group and session too."""
     async with a_box(driver) as box:
         async with started(box, "sh", "-c", "setsid sleep 4711 & sleep 4712 & echo ready; wait") as running:
-            loop = asyncio.get_running_loop()
-            ready = asyncio.Event()
-            loop.add_reader(running.stdout, ready.set)
             async with deadline(_STEP, "the start of a shell"):
-                await ready.wait()
-            loop.remove_reader(running.stdout)
+                await _readable(running.stdout)
             await running.process.kill_tree()
             ended, _, _ = await running.done()  # reads to the end: the children, who held the pipes, are gone
         assert ended.signal == signal.SIGKILL, ended
@@ -619,3 +635,320 @@ async def check_what_runs_is_counted(driver: Driver) -> None:
         if after.memory is not None:
             assert after.memory - (before.memory or 0) >= 19 << 20, (before, after)  # some of it is counted in batches
             assert after.memory_peak is None or after.memory_peak >= after.memory - (1 << 20), after
+
+
+@_check()
+async def check_a_snapshot_is_an_image(driver: Driver) -> None:
+    """A box made from a snapshot has the files of the first as they were then, and neither sees what the other does."""
+    async with a_box(driver) as box:
+        await _written(box, "/root/f", b"then")
+        async with a_snapshot(driver, box) as info:
+            await _written(box, "/root/f", b"later")
+            assert info in await driver.images(), info
+            assert (info.base, info.layers) == ("host", 1), info
+            async with a_box(driver, SandboxSpec(image=info.name)) as second:
+                assert await _bytes(second, "/root/f") == b"then"
+                await _written(second, "/root/f", b"its own")
+                await _written(second, "/root/more", b"")
+                async with a_snapshot(driver, second) as over, a_box(driver, SandboxSpec(image=over.name)) as third:
+                    assert await _bytes(third, "/root/f") == b"its own"
+            assert await _bytes(box, "/root/f") == b"later"
+            await _fails(box, "/root/more", os.O_RDONLY, errno.ENOENT)
+
+
+@_check()
+async def check_a_snapshot_says_how_commands_run_in_it(driver: Driver) -> None:
+    """The configuration given with a snapshot is its boxes', and that of what is made from them."""
+    config = ImageConfig(env={"A": "b"}, workdir="/tmp")
+    async with a_box(driver) as box:
+        name = f"check-{secrets.token_hex(5)}"
+        assert (await driver.snapshot(box, name, config)).config == config
+        try:
+            async with a_box(driver, SandboxSpec(image=name)) as second, a_snapshot(driver, second) as again:
+                assert second.config == again.config == config
+        finally:
+            await driver.forget(name)
+
+
+@_check()
+async def check_names_of_snapshots_are_checked(driver: Driver) -> None:
+    """A taken name is a Conflict, one that cannot be a name InvalidRequest; neither leaves anything."""
+    async with a_box(driver) as box, a_snapshot(driver, box) as info:
+        before = await driver.images()
+        for name, expected in ((info.name, Conflict), ("host", InvalidRequest), ("../x", InvalidRequest)):
+            try:
+                await driver.snapshot(box, name)
+            except expected:
+                continue
+            raise AssertionError(f"a snapshot was made under the name {name}")
+        assert await driver.images() == before
+
+
+@_check()
+async def check_a_snapshot_without_a_name_is_listed_nowhere(driver: Driver) -> None:
+    """A snapshot without a name can be started from, and is in no list."""
+    async with a_box(driver) as box:
+        await _written(box, "/root/f", b"forked")
+        before = await driver.images()
+        async with a_snapshot(driver, box, named=False) as info:
+            await driver.prune()  # nobody stands on it yet, and it stays
+            assert await driver.images() == before
+            async with a_box(driver, SandboxSpec(image=info.name)) as second:
+                assert await _bytes(second, "/root/f") == b"forked"
+
+
+@_check()
+async def check_a_forgotten_image_is_gone_for_new_boxes_only(driver: Driver) -> None:
+    """A forgotten image is NotFound; boxes made from it have their files, and can be copied. `host` stays."""
+    async with a_box(driver) as box:
+        await _written(box, "/root/f", b"kept")
+        async with a_snapshot(driver, box) as info, a_box(driver, SandboxSpec(image=info.name)) as second:
+            await driver.forget(info.name)
+            await driver.prune()
+            assert info not in await driver.images()
+            for missing in (driver.forget(info.name), _made(driver, SandboxSpec(image=info.name))):
+                try:
+                    await missing
+                except NotFound:
+                    continue
+                raise AssertionError(f"the forgotten image {info.name} is there")
+            assert await _bytes(second, "/root/f") == b"kept"
+            async with a_snapshot(driver, second) as again, a_box(driver, SandboxSpec(image=again.name)) as third:
+                assert await _bytes(third, "/root/f") == b"kept"
+    try:
+        await driver.forget("host")
+    except Conflict:
+        return
+    raise AssertionError("the image host was forgotten")
+
+
+async def _made(driver: Driver, spec: SandboxSpec) -> None:
+    async with a_box(driver, spec):
+        pass
+
+
+@_check()
+async def check_an_export_is_a_tar(driver: Driver) -> None:
+    """An exported snapshot is a tar of what was written, and the descriptor is still the caller's; one that does not
+    exist is NotFound."""
+    async with a_box(driver) as box:
+        await _written(box, "/root/f", b"exported")
+        async with a_snapshot(driver, box) as info:
+            with tempfile.TemporaryFile() as file:
+                async with deadline(_STEP, "exporting a snapshot"):
+                    await driver.export(info.name, file.fileno())
+                file.seek(0)
+                with tarfile.open(fileobj=file) as tar:
+                    found = tar.extractfile("root/f")
+                    assert found is not None
+                    assert found.read() == b"exported"
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        await driver.export("no-such-image", null)
+    except NotFound:
+        return
+    finally:
+        os.close(null)
+    raise AssertionError("an image that does not exist was exported")
+
+
+@_check()
+async def check_changes_are_told(driver: Driver) -> None:
+    """What was written is added, or changed where the image had it, sorted by path; a new box has changed nothing."""
+    async with a_box(driver) as box:
+        assert await box.changes() == []
+        await _written(box, "/tmp/b", b"1")
+        await _written(box, "/root/a", b"2")
+        assert await box.changes() == [Change(path="/root/a", kind="added"), Change(path="/tmp/b", kind="added")]
+        async with a_snapshot(driver, box) as info, a_box(driver, SandboxSpec(image=info.name)) as second:
+            assert await second.changes() == []
+            await _written(second, "/root/a", b"3")
+            await _written(second, "/root/c", b"4")
+            assert await second.changes() == [
+                Change(path="/root/a", kind="changed"),
+                Change(path="/root/c", kind="added"),
+            ]
+
+
+@_check("kernel")
+async def check_what_was_deleted_is_told(driver: Driver) -> None:
+    """What the image had and the box has not is deleted; a directory is told as one."""
+    async with a_box(driver) as box:
+        await output(box, "sh", "-c", "mkdir /srv/d; touch /srv/d/f /srv/g")
+        assert await box.changes() == [
+            Change(path="/srv/d", kind="added", directory=True),
+            Change(path="/srv/d/f", kind="added"),
+            Change(path="/srv/g", kind="added"),
+        ]
+        async with a_snapshot(driver, box) as info, a_box(driver, SandboxSpec(image=info.name)) as second:
+            await output(second, "sh", "-c", "rm /srv/g /srv/d/f; touch /srv/d/h")
+            assert await second.changes() == [
+                Change(path="/srv/d/f", kind="deleted"),
+                Change(path="/srv/d/h", kind="added"),
+                Change(path="/srv/g", kind="deleted"),
+            ]
+
+
+@_check()
+async def check_a_paused_box_starts_nothing(driver: Driver) -> None:
+    """In a paused box nothing can be started and files can be read and written; both calls may be made twice."""
+    async with a_box(driver) as box:
+        await box.resume()
+        seen = [box.paused]
+        await box.pause()
+        await box.pause()
+        seen.append(box.paused)
+        try:
+            await output(box, "echo", "started")
+            raise AssertionError("a command was started in a paused box")
+        except Conflict:
+            pass
+        await _written(box, "/tmp/f", b"meanwhile")
+        assert await _bytes(box, "/tmp/f") == b"meanwhile"
+        await box.resume()
+        await box.resume()
+        assert [*seen, box.paused] == [False, True, False]
+        assert await output(box, "cat", "/tmp/f") == "meanwhile"
+
+
+@_check()
+async def check_a_paused_box_can_be_destroyed(driver: Driver) -> None:
+    """destroy ends a box that stands still, and what stood still in it."""
+    async with a_box(driver) as box, started(box, "sleep", "60") as running:
+        await box.pause()
+        async with deadline(_STEP, "the end of a paused box"):
+            assert (await box.destroy(Ending.KILLED)).ending == Ending.KILLED
+        assert (await running.process.wait()).signal == signal.SIGKILL
+
+
+@_check("kernel")
+async def check_nothing_runs_in_a_paused_box(driver: Driver) -> None:
+    """What runs stands still while its box is paused, and goes on."""
+    async with a_box(driver) as box:
+        count = "i=0; while :; do i=$((i+1)); echo $i > /tmp/count; done"
+        async with started(box, "sh", "-c", count):
+            await output(box, "sh", "-c", "until [ -s /tmp/count ]; do sleep 0.01; done")
+            await box.pause()
+            stopped_at = await _bytes(box, "/tmp/count")
+            await asyncio.sleep(0.05)
+            assert await _bytes(box, "/tmp/count") == stopped_at
+            await box.resume()
+            await output(
+                box, "sh", "-c", f'while [ "$(cat /tmp/count)" = {stopped_at.decode().strip() or 0} ]; do :; done'
+            )
+
+
+@_check()
+async def check_a_parked_box_becomes_what_is_asked_for(driver: Driver) -> None:
+    """A parked box fits what asks for no other image, files or volumes, and once claimed is a box like any."""
+    parked = SandboxSpec()
+    wanted = SandboxSpec(labels={"a": "b"}, env={"C": "d"}, lifetime=600.0)
+    assert driver.fits(parked, wanted, frozenset())
+    with tempfile.TemporaryDirectory(prefix="sandlot-check-") as directory:
+        volumes = (Volume(source=directory, target="/mnt/data"),)
+        for other in (SandboxSpec(image="another"), SandboxSpec(volumes=volumes)):
+            assert not driver.fits(parked, other, frozenset()), other
+    async with a_box(driver, parked, Keeping(parked=True)) as box:
+        async with deadline(_STEP, "claiming a box"):
+            await driver.claim(box, wanted, frozenset(), NOT_KEPT)
+        assert await output(box, "echo", "mine") == "mine\n"
+        await _written(box, "/root/f", b"1")
+        assert await box.changes() == [Change(path="/root/f", kind="added")]
+
+
+@_check()
+async def check_a_dead_parked_box_cannot_be_claimed(driver: Driver) -> None:
+    """Claiming a box that has died raises."""
+    async with a_box(driver, None, Keeping(parked=True)) as box:
+        await box.destroy()
+        try:
+            await driver.claim(box, SandboxSpec(), frozenset(), NOT_KEPT)
+        except (OSError, SandlotError):
+            return
+        raise AssertionError("a dead box was claimed")
+
+
+@_check("kernel")
+async def check_a_claimed_box_has_the_lifetime_asked_for(driver: Driver) -> None:
+    """The lifetime of a claimed box counts from the claim, and it ends by itself."""
+    async with a_box(driver, None, Keeping(parked=True)) as box:
+        await driver.claim(box, SandboxSpec(lifetime=0.3), frozenset(), NOT_KEPT)
+        async with deadline(_STEP, "the end of a lifetime"):
+            death = await asyncio.shield(box.death)
+        assert death.ending == Ending.LIFETIME, death
+
+
+@_check()
+async def check_where_nothing_was_left_nothing_is_found(driver: Driver) -> None:
+    """In an empty directory there is nothing to adopt, and nothing to sweep."""
+    assert await driver.adopt() == ([], [])
+    with tempfile.TemporaryDirectory(prefix="sandlot-check-") as directory:
+        assert await driver.sweep(Path(directory))
+        assert os.listdir(directory) == []  # noqa: PTH208  (the other form would be a blocking call too)
+
+
+# Seconds; of the box that `leave` leaves to die.
+_SHORT = 1.0
+
+
+async def leave(driver: Driver) -> None:
+    """Make what the checks that need "adoption" find: a box with a port and two commands, one that is parked, and one
+    whose lifetime ends when there is no node. The process that calls this is to be killed, and not to end its boxes."""
+    box = await driver.create("sb-left", SandboxSpec(), frozenset(), Keeping(60.0, "of the box"))
+    await _written(box, "/root/f", b"left")
+    listener = await box.listen(8484, "of the port")
+    listener.detach()
+    for argv, note in ((("echo", "said"), "of echo"), (("cat",), "of cat")):
+        (stdin_r, stdin_w), (out_r, out_w) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+        process = await box.spawn(Spawn(argv, _ENV, "/root"), stdin_r, out_w, out_w, Hold((stdin_w, out_r), note))
+        os.close(stdin_r)
+        os.close(out_w)
+        if note == "of echo":
+            await process.wait()  # it has ended, and that is held until somebody releases it
+    await driver.create("sb-parked", SandboxSpec(), frozenset(), Keeping(60.0, "parked", parked=True))
+    await driver.create("sb-short", SandboxSpec(lifetime=_SHORT), frozenset(), Keeping(60.0, "of the short one"))
+
+
+@_check("adoption")
+async def check_what_a_dead_node_left_is_adopted(driver: Driver) -> None:
+    """adopt brings the box with its files, port and commands, the end too of what has ended; a parked box is ended, of
+    one that died meanwhile it is told how."""
+    await asyncio.sleep(_SHORT + 0.5)
+    async with deadline(_STEP, "adopting what was left"):
+        adopted, remains = await driver.adopt()
+    assert [(each.note, each.death.ending) for each in remains] == [("of the short one", Ending.LIFETIME)], remains
+    for each in remains:
+        each.forget()
+    assert [each.note for each in adopted] == ["of the box"], adopted
+    box = adopted[0].box
+    try:
+        assert await _bytes(box, "/root/f") == b"left"
+        assert await output(box, "echo", "works") == "works\n"
+        await _check_held(adopted[0])
+    finally:
+        async with deadline(_STEP, "destroying an adopted box"):
+            assert (await box.destroy(Ending.KILLED)).ending == Ending.KILLED
+
+
+async def _check_held(adopted: Adopted) -> None:
+    ((listener, port, note),) = adopted.listeners
+    with listener:
+        assert (port, note) == (8484, "of the port")
+        with await adopted.box.connect(port):
+            async with deadline(_STEP, "accepting a connection from inside"):
+                (await asyncio.get_running_loop().sock_accept(listener))[0].close()
+    runs = {note: (process, fds) for process, note, fds in adopted.runs}
+    assert set(runs) == {"of echo", "of cat"}, runs
+    os.write(runs["of cat"][1][0], b"typed\n")
+    for note, said in (("of echo", b"said\n"), ("of cat", b"typed\n")):
+        process, (stdin, out) = runs[note]
+        os.close(stdin)
+        async with deadline(_STEP, f"the end {note}"):
+            if note == "of cat":
+                await _readable(out)  # it says so once it runs again
+                await process.kill_tree()
+            ended = await process.wait()
+            assert await _read_to_end(out) == said
+        os.close(out)
+        assert (ended.code, ended.signal) == ((0, None) if note == "of echo" else (None, signal.SIGKILL)), ended
+        await process.release()

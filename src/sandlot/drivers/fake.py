@@ -433,6 +433,8 @@ class FakeDriver:
         return info
 
     async def forget(self, image: str) -> None:
+        if image == "host":
+            raise Conflict("the image of every fake box cannot be deleted")
         if self._snapshots.pop(image, None) is None:
             raise NotFound(f"there is no image {image}")
 

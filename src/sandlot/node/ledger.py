@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from sandlot.aio import alone, close_alone
 from sandlot.api import Ending, Info
 from sandlot.errors import HostFault, host_fault
 
@@ -56,7 +57,7 @@ class NodeDirectory:
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._lock = lock
+        self._lock = alone(lock)
 
     @property
     def short_id(self) -> str:
@@ -149,7 +150,7 @@ class NodeDirectory:
     def release(self) -> None:
         """Let go of the lock; the directory stays. Idempotent."""
         if self._lock >= 0:
-            os.close(self._lock)
+            close_alone(self._lock)
             self._lock = -1
 
     def remove(self) -> None:

@@ -70,7 +70,7 @@ async def _healthz() -> dict[str, str]:
 
 async def _sandlot_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SandlotError)
-    return JSONResponse(error.to_wire(), error.status)
+    return _Escaped(error.to_wire(), error.status)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -96,6 +96,13 @@ async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     # The framework raises it again after the answer is sent, so that the server's log has the traceback.
     said = f"the server failed at {request.method} {request.url.path}: {type(error).__name__}"
     return JSONResponse(SandlotError(said, "its log has the reason").to_wire(), 500)
+
+
+class _Escaped(JSONResponse):
+    """In ASCII: what an error says may hold the name of a file that is not UTF-8."""
+
+    def render(self, content: object) -> bytes:
+        return json.dumps(content).encode()
 
 
 class Guard:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Annotated, Any, TypeVar
+from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 
 from sandlot.api import (
@@ -29,6 +30,7 @@ from sandlot.api import (
     SandboxSpec,
     Stats,
     Upstream,
+    to_json,
 )
 from sandlot.errors import Unsupported
 
@@ -36,7 +38,12 @@ router = APIRouter(prefix="/v1")
 
 T = TypeVar("T")
 
+_INFO = TypeAdapter(Info)
 _INFOS = TypeAdapter(list[Info])
+_STATS = TypeAdapter(Stats)
+_RESULT = TypeAdapter(RunResult)
+_IMAGE = TypeAdapter(ImageInfo)
+_IMAGES = TypeAdapter(list[ImageInfo])
 _CHANGES = TypeAdapter(list[Change])
 
 
@@ -48,12 +55,22 @@ async def _node(request: Request) -> NodeAPI:
 Node = Annotated[NodeAPI, Depends(_node)]
 Id = Annotated[str, Path(description="a sandbox's id", examples=["sb-0a1b2c3d4e5f60"])]
 Name = Annotated[str, Path(description="an image's name", examples=["solved"])]
-FilePath = Annotated[str, Query(description="absolute path inside", examples=["/root/notes.txt"])]
 
 
-def _json(answer: BaseModel, status: int = 200) -> Response:
-    """As pydantic writes it: without the second validation that a returned model would go through."""
-    return Response(answer.model_dump_json(), status, media_type="application/json")
+async def _file_path(
+    request: Request, path: Annotated[str, Query(description="absolute path inside", examples=["/root/notes.txt"])]
+) -> str:
+    # The framework replaces bytes that are not UTF-8; a file's name may have some.
+    query: bytes = request.scope["query_string"]
+    return parse_qs(query.decode("ascii", "surrogateescape"), True, errors="surrogateescape").get("path", [path])[-1]
+
+
+FilePath = Annotated[str, Depends(_file_path)]
+
+
+def _json(kind: TypeAdapter[T], answer: T, status: int = 200) -> Response:
+    """As it is: without the second validation that a returned model would go through."""
+    return Response(to_json(kind, answer), status, media_type="application/json")
 
 
 async def _while_heard(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
@@ -90,25 +107,25 @@ async def create(request: Request, node: Node, spec: SandboxSpec) -> Response:
     info = await node.create(request.app.state.volumes.checked(spec))
     if await request.is_disconnected():  # nobody would ever know its id
         info = await node.destroy(info.id, Ending.KILLED)
-    return _json(info, 201)
+    return _json(_INFO, info, 201)
 
 
 @router.get("/sandboxes", response_model=list[Info])
 async def list_running(node: Node) -> Response:
     """The running sandboxes."""
-    return Response(_INFOS.dump_json(await node.list()), media_type="application/json")
+    return _json(_INFOS, await node.list())
 
 
 @router.get("/sandboxes/{sandbox_id}", response_model=Info)
 async def info(node: Node, sandbox_id: Id) -> Response:
     """What is known of a sandbox, for an hour after its end too."""
-    return _json(await node.info(sandbox_id))
+    return _json(_INFO, await node.info(sandbox_id))
 
 
 @router.get("/sandboxes/{sandbox_id}/stats", response_model=Stats)
 async def stats(node: Node, sandbox_id: Id) -> Response:
     """What a sandbox uses now; null where this host does not count it."""
-    return _json(await node.stats(sandbox_id))
+    return _json(_STATS, await node.stats(sandbox_id))
 
 
 @router.post("/sandboxes/{sandbox_id}/reset", response_model=Info)
@@ -118,7 +135,7 @@ async def reset(
     image: Annotated[str | None, Body(embed=True, description="null: the image that it has")] = None,
 ) -> Response:
     """Back to its image, or to another one: its processes and files are gone; id, limits, labels and routes stay."""
-    return _json(await node.reset(sandbox_id, image))
+    return _json(_INFO, await node.reset(sandbox_id, image))
 
 
 @router.post("/sandboxes/{sandbox_id}/snapshot", status_code=201, response_model=ImageInfo)
@@ -129,7 +146,7 @@ async def snapshot(
     config: Annotated[ImageConfig | None, Body(embed=True, description="null: its image's")] = None,
 ) -> Response:
     """Make an image of its files as they are now."""
-    return _json(await node.snapshot(sandbox_id, name, config), 201)
+    return _json(_IMAGE, await node.snapshot(sandbox_id, name, config), 201)
 
 
 @router.post("/sandboxes/{sandbox_id}/fork", status_code=201, response_model=list[Info])
@@ -140,37 +157,37 @@ async def fork(
     made = await node.fork(sandbox_id, count)
     if await request.is_disconnected():  # nobody would ever know their ids
         made = [await node.destroy(info.id, Ending.KILLED) for info in made]
-    return Response(_INFOS.dump_json(made), 201, media_type="application/json")
+    return _json(_INFOS, made, 201)
 
 
 @router.get("/sandboxes/{sandbox_id}/diff", response_model=list[Change])
 async def diff(node: Node, sandbox_id: Id) -> Response:
     """What differs from its image."""
-    return Response(_CHANGES.dump_json(await node.diff(sandbox_id)), media_type="application/json")
+    return _json(_CHANGES, await node.diff(sandbox_id))
 
 
 @router.post("/sandboxes/{sandbox_id}/pause", response_model=Info)
 async def pause(node: Node, sandbox_id: Id) -> Response:
     """Stop every process where it is."""
-    return _json(await node.pause(sandbox_id))
+    return _json(_INFO, await node.pause(sandbox_id))
 
 
 @router.post("/sandboxes/{sandbox_id}/resume", response_model=Info)
 async def resume(node: Node, sandbox_id: Id) -> Response:
     """Let them go on."""
-    return _json(await node.resume(sandbox_id))
+    return _json(_INFO, await node.resume(sandbox_id))
 
 
-@router.get("/images")
-async def images(node: Node) -> list[ImageInfo]:
+@router.get("/images", response_model=list[ImageInfo])
+async def images(node: Node) -> Response:
     """The snapshots that can be started from."""
-    return await node.images()
+    return _json(_IMAGES, await node.images())
 
 
 @router.get("/image", response_model=ImageInfo)
 async def image_info(node: Node, name: Annotated[str, Query(description="an image's name")]) -> Response:
     """One image."""
-    return _json(await node.image_info(name))
+    return _json(_IMAGE, await node.image_info(name))
 
 
 @router.post("/images/{image}/tag", response_model=ImageInfo)
@@ -181,7 +198,7 @@ async def tag_image(
     config: Annotated[ImageConfig | None, Body(description="null: the same")] = None,
 ) -> Response:
     """Give what a build made its name; a built image of that name is replaced."""
-    return _json(await node.tag_image(image, name, config))
+    return _json(_IMAGE, await node.tag_image(image, name, config))
 
 
 @router.delete("/images/{name}", status_code=204)
@@ -214,7 +231,7 @@ async def pools(node: Node) -> list[PoolInfo]:
 @router.delete("/sandboxes/{sandbox_id}", response_model=Info)
 async def destroy(node: Node, sandbox_id: Id, ending: Ending = Ending.EXIT) -> Response:
     """End a sandbox; idempotent. When it answers no process of it is left."""
-    return _json(await node.destroy(sandbox_id, ending))
+    return _json(_INFO, await node.destroy(sandbox_id, ending))
 
 
 @router.post("/sandboxes/{sandbox_id}/run", response_model=RunResult)
@@ -222,7 +239,7 @@ async def run(request: Request, node: Node, sandbox_id: Id, run: Run) -> Respons
     """Run a command to its end. A failure of the command is a result, not an error. When the caller hangs up, the
     command is killed."""
     result = await _while_heard(request, node.run(sandbox_id, run))
-    return _json(result) if result is not None else Response(status_code=499)  # which nobody reads
+    return _json(_RESULT, result) if result is not None else Response(status_code=499)  # which nobody reads
 
 
 @router.get("/sandboxes/{sandbox_id}/files", response_class=Response)

@@ -7,21 +7,27 @@
    to this machine only. Of its host it shows what `--allow-volumes` names, and by default nothing.
 5. `sandlot doctor` has a line for each need and says by its status whether a box can be made.
 6. `--help` needs no heavy library; the same commands work against a server.
+7. `sandlot image` lists, exports and deletes what was snapshotted, of a server and of this host.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sandlot.api import SandboxSpec
+from sandlot.cli.commands import COMMANDS
+from sandlot.client import HttpNode
 from sandlot.node.ledger import default_state_dir
 
 COMMAND = [sys.executable, "-c", "from sandlot.cli.main import main; main()"]
@@ -232,6 +238,48 @@ def test_serve_wants_its_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("native")
+def test_images_are_listed_exported_and_deleted_on_a_server_and_on_this_host(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    server = Server("--state-dir", str(state))
+
+    async def snapshots() -> None:
+        node = HttpNode(server.url)
+        box = (await node.create(SandboxSpec())).id
+        await node.write_file(box, "/root/answer", b"solved\n")
+        for name in ("solved", "other"):
+            await node.snapshot(box, name)
+        await node.destroy(box)
+        await node.close()
+
+    asyncio.run(snapshots())
+    for where in (["--url", server.url], ["--state-dir", str(state)]):
+        listed = sandlot("image", "list", *where)
+        assert (listed.returncode, listed.stderr) == (0, "")
+        name, *columns = listed.stdout.splitlines()
+        assert name.split() == ["name", "base", "size", "files", "layers", "made"]
+        assert [line.split()[:2] for line in columns] == [["other", "host"], ["solved", "host"]]
+        found = json.loads(sandlot("image", "list", "--json", *where).stdout)
+        assert [each["name"] for each in found] == ["other", "solved"]
+        with (tmp_path / "solved.tar").open("wb") as file:
+            words = [*COMMAND, "image", "export", "solved", *where]
+            subprocess.run(words, stdout=file, timeout=60, check=True, env=CLEAN)
+        with tarfile.open(tmp_path / "solved.tar") as tar:
+            assert tar.extractfile("root/answer").read() == b"solved\n"  # type: ignore[union-attr]
+        missing = sandlot("image", "export", "missing", *where)
+        assert (missing.returncode, missing.stdout) == (1, "")
+        assert missing.stderr.startswith("error: there is no image 'missing'")
+    assert sandlot("image", "rm", "solved", "--url", server.url).stderr == "deleted solved\n"
+    again = sandlot("image", "rm", "solved", "--url", server.url)
+    assert (again.returncode, again.stderr.split("\n")[0]) == (1, "error: there is no image 'solved' on this node")
+    assert server.stop(signal.SIGTERM) == (0, "")
+    assert sandlot("image", "rm", "other", "--state-dir", str(state)).returncode == 0
+    assert json.loads(sandlot("image", "list", "--json", "--state-dir", str(state)).stdout) == []
+    assert list((state / "images/layers").iterdir()) == []
+    for words in (["image", "rm"], ["image", "list", "solved"]):
+        assert sandlot(*words).returncode == 2
+
+
+@pytest.mark.usefixtures("native")
 def test_doctor_has_a_line_for_each_need() -> None:
     done = sandlot("doctor")
     assert done.returncode == 0
@@ -251,12 +299,12 @@ def test_help_needs_no_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert {"torch", "numpy", "fastapi", "uvicorn", "transformers"}.isdisjoint(done.stderr.split())
-    for command in ("run", "train", "show", "serve", "doctor", "version"):
+    for command in COMMANDS:
         assert f" {command} " in done.stdout
     assert sandlot("version").stdout == sandlot("--version").stdout == "sandlot 0.1.0\n"
 
 
-@pytest.mark.parametrize("command", ["run", "train", "show", "serve", "doctor", "version"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str) -> None:
     done = sandlot(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")

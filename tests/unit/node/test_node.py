@@ -18,6 +18,7 @@ import asyncio
 import errno
 import os
 import resource
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -212,6 +213,19 @@ async def test_a_box_that_answers_no_more_is_ended_not_the_host_s_trouble(node: 
         with pytest.raises(SandboxEnded, match="its first process died"):
             await call(box)
         assert (await node.info(box)).ending == Ending.HELPER_DIED
+
+
+async def test_an_end_can_be_asked_about_for_an_hour(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes = [(await node.create(SandboxSpec())).id for _ in range(3)]
+    started = time.time()
+    for box, minutes in zip(boxes, (0, 59, 61), strict=True):
+        monkeypatch.setattr("sandlot.node.node.time.time", lambda at=started + 60 * minutes: at)
+        await node.destroy(box)
+        if minutes == 59:
+            assert (await node.info(boxes[0])).ending == Ending.EXIT
+    assert (await node.info(boxes[1])).ending == Ending.EXIT
+    with pytest.raises(NotFound):
+        await node.info(boxes[0])
 
 
 async def test_idleness_and_lifetime_end_a_sandbox(node: Node) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sandlot.aio import deadline, shielded
+from sandlot.aio import deadline, for_a_while_alone, shielded
 from sandlot.api import Change, Ending, ImageConfig, Limits, SandboxSpec, Stats
 from sandlot.drivers.base import Adopted, Death, Exit, Hold, Keeping, Spawn
 from sandlot.drivers.images import Image
@@ -184,7 +184,7 @@ class NativeBox:
             try:
                 channel.send(Frame.SPAWN, run_id, fields, fds)
             except ValueError as error:
-                raise InvalidRequest(f"a command's words cannot hold a NUL byte: {error}") from None
+                raise InvalidRequest(f"a command's words cannot be passed on: {error}") from None
             async with deadline(REQUEST_SECONDS, "starting a command"):
                 done = await answer
             number = done.number(Key.ERRNO) or 0
@@ -244,8 +244,6 @@ class NativeBox:
             )
 
     async def open(self, path: str, flags: int, mode: int = 0o644, user: int = 0, parents: bool = False) -> int:
-        if "\0" in path or not path.startswith("/"):
-            raise InvalidRequest(f"{path!r} is not an absolute path")
         fields: list[tuple[Key, Value]] = [
             (Key.PATH, path),
             (Key.FLAGS, flags),
@@ -253,7 +251,12 @@ class NativeBox:
             (Key.USER, user),
             (Key.PARENTS, int(parents)),
         ]
-        answer = await self._ask(Frame.OPEN, f"opening {path}", fields)
+        try:
+            if not path.startswith("/"):
+                raise ValueError
+            answer = await self._ask(Frame.OPEN, f"opening {path}", fields)
+        except ValueError:  # a NUL in it, or what is no letter
+            raise InvalidRequest(f"{path!r} is not an absolute path") from None
         return answer.fds[0]
 
     async def unpack(self, path: str, source: int, user: int = 0) -> None:
@@ -448,7 +451,7 @@ class NativeBox:
         trees: list[int] = []
         joins = self.group.procs()
         try:
-            with theirs:
+            with theirs, for_a_while_alone(theirs.fileno()):
                 self._channel = Channel(ours, self._exited, self._going)
                 # Not a subprocess: vfork and exec of a small static program, about 1 ms, which nothing could shorten.
                 self._maker = os.posix_spawn(  # noqa: ASYNC221

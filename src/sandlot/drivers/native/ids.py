@@ -16,7 +16,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandlot.aio import deadline, program
+from sandlot.aio import alone, close_alone, deadline, program
 from sandlot.errors import HostFault
 
 RANGE = 65_536
@@ -64,7 +64,7 @@ class HostIds:
 
     def close(self) -> None:
         for fd in self._held.values():
-            os.close(fd)
+            close_alone(fd)
         self._held.clear()
         self._free.clear()
 
@@ -78,7 +78,7 @@ class HostIds:
             except BlockingIOError:
                 os.close(fd)
                 continue
-            self._held[block] = fd
+            self._held[block] = alone(fd)
             first = _FIRST + block * _PER_BLOCK * RANGE
             self._free = [first + n * RANGE for n in reversed(range(_PER_BLOCK))]
             return

@@ -188,7 +188,7 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     steps += [
         Step(Do.MKDIR, target=f"{stage}/dev/pts", flags=0o755),
         Step(Do.MKDIR, target=f"{stage}/dev/shm", flags=0o1777),
-        Step(Do.UPPER, target=f"{files}/upper"),
+        Step(Do.UPPER, lowers[-1] if image.layers else "", f"{files}/upper"),
         Step(
             Do.MOUNT,
             "overlay",

@@ -119,7 +119,8 @@ def promises(facts: Facts) -> list[Capability]:
     else:
         loss(
             "standing still",
-            "processes are stopped by a signal, and what is started while a snapshot is made is not",
+            "processes are stopped by a signal: what is started while a snapshot is made is not, and what had been "
+            "stopped before goes on afterwards",
             cgroups,
         )
     kept("clean end", "everything ends with the first process; nothing stays behind")

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from sandlot.aio import alone, shared
 from sandlot.errors import HostFault
 
 
@@ -155,6 +156,7 @@ class Channel:
     ) -> None:
         sock.setblocking(False)
         self._sock = sock
+        alone(sock.fileno())
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         self._on_gone = on_gone
@@ -231,6 +233,7 @@ class Channel:
         self.open = False
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
+        shared(self._sock.fileno())
         self._sock.close()
         for _, fds in [*self._unsent, *self._fds]:
             for fd in fds:

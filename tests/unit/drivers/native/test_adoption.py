@@ -4,6 +4,7 @@
 3. Without a new node it ends when its grace is over, and a later one is told so; a parked one ends at once.
 4. While a node lives no other gets in, and a box's ids are nobody else's as long as it lives.
 5. Dead with its node, or never finished, nothing of it is left after the next adoption: no cgroup either.
+6. What the dead node asked for last is answered to nobody; a node that hangs keeps no box beyond its lifetime.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from sandlot.api import Ending, SandboxSpec
-from sandlot.drivers.base import Adopted, Remains
-from sandlot.drivers.native.box import NativeBox
+from sandlot.drivers.base import Adopted, Remains, Spawn
+from sandlot.drivers.native.box import NativeBox, NativeProcess
 from sandlot.drivers.native.driver import NativeDriver
 from sandlot.drivers.native.keep import records
-from tests.support.native import sh
+from sandlot.drivers.native.wire import Channel, Frame, Key, pack
+from sandlot.errors import HostFault
+from tests.support.native import ENV, Boxes, read_all, sh
 from tests.support.server import alive, until_gone
 
 NODE = """
@@ -151,10 +155,101 @@ async def test_it_can_be_adopted_again_and_again(node: Start) -> None:
         for _, _, fds in adopted.runs:
             os.close(fds[0])
         adopted.listeners[0][0].close()
-        assert box._channel is not None
-        box._loop.remove_reader(box._pidfd)
-        box._channel.close()  # as if this node were killed
-        os.close(box._pidfd)
+        killed(box)
+
+
+def killed(box: NativeBox) -> None:
+    """As if the node of an adopted box were killed."""
+    box._loop.remove_reader(box._pidfd)
+    channel(box).close()
+    os.close(box._pidfd)
+
+
+def channel(box: NativeBox) -> Channel:
+    assert box._channel is not None
+    return box._channel
+
+
+async def again(dead: Dead) -> NativeBox:
+    """The box in the hands of another node, and the listener that was held for it let go."""
+    (adopted,), _, _ = await dead.adopt()
+    assert isinstance(adopted.box, NativeBox)
+    adopted.listeners[0][0].close()
+    return adopted.box
+
+
+async def test_the_answer_to_a_dead_nodes_copy_is_not_taken_for_the_next_ones(node: Start) -> None:
+    dead = await node()
+    box = await again(dead)
+    await sh(box, "seq -f /root/%0200g 1000 | xargs touch")  # more than a pipe holds
+    number = channel(box)._next_id
+    read, write = os.pipe()
+    first = asyncio.ensure_future(box._work(Frame.LIST, "listing", [write]))
+    await box.stats()  # which is answered: so the list has begun
+    killed(box)
+    os.close(write)
+    with suppress(HostFault):
+        await first
+    box = await again(dead)
+    channel(box)._next_id = number  # as it comes to be after as many requests
+    next_read, next_write = os.pipe()
+    second = asyncio.ensure_future(box._work(Frame.LIST, "listing", [next_write]))
+    await box.stats()
+    os.close(read)  # the first list can go no further: it failed
+    done, _ = await asyncio.wait((second,), timeout=0.2)
+    os.close(next_write)
+    listed = await asyncio.to_thread(read_all, next_read)
+    assert not done, second.exception()
+    await second
+    assert listed.count(b"froot/0") == 1000
+    await box.destroy(Ending.KILLED)
+
+
+async def test_the_end_of_a_dead_nodes_command_is_not_taken_for_that_of_another(node: Start) -> None:
+    dead = await node()
+    box = await again(dead)
+    number = channel(box)._next_id
+    _, said, first = await asking(box, 5)
+    killed(box)
+    box = await again(dead)
+    channel(box)._next_id = number
+    process, next_said, second = await asking(box, 6)
+    os.write(first, b"go on\n")
+    assert await asyncio.to_thread(read_all, said) == b""  # it has ended
+    await box.stats()
+    os.write(second, b"go on\n")
+    assert (await process.wait()).code == 6
+    await process.release()
+    for fd in (first, second, next_said):
+        os.close(fd)
+    await box.destroy(Ending.KILLED)
+
+
+async def asking(box: NativeBox, code: int) -> tuple[NativeProcess, int, int]:
+    """A command that nothing is held of, its output and input: it ends with `code` when it is given a line."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    typed, given = os.pipe2(os.O_CLOEXEC)
+    process = await box.spawn(Spawn(("sh", "-c", f"read line; exit {code}"), ENV, "/"), typed, write, write)
+    os.close(write)
+    os.close(typed)
+    return process, read, given
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["reading nothing", "in the middle of a request"])
+async def test_a_lifetime_ends_a_box_whose_node_hangs(boxes: Boxes, half: bool) -> None:
+    box = await boxes(SandboxSpec(lifetime=2))
+    node_end = channel(box)
+    box._loop.remove_reader(node_end._sock)
+    if half:
+        node_end._sock.send(pack(Frame.KILL, 1, [(Key.RUN, 1)])[:16])
+    else:
+        for number in range(2000):  # answers for more than the socket holds
+            node_end.send(Frame.KILL, number, [(Key.RUN, 1 << 20)])
+    try:
+        await until_gone(box._pid)
+    finally:
+        box._loop.add_reader(node_end._sock, node_end._readable)  # it goes on
+    assert (await box.death).ending == Ending.LIFETIME
 
 
 async def test_without_a_node_it_ends_when_its_grace_is_over(node: Start) -> None:

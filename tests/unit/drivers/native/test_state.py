@@ -22,6 +22,7 @@ import tarfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from sandlot.api import Ending, SandboxSpec
 from sandlot.drivers.base import Spawn
 from sandlot.drivers.layers import MOST_LAYERS
 from sandlot.drivers.native.box import Copied, NativeBox
+from sandlot.drivers.native.promises import promises
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, Unsupported
 from tests.support.native import ENV, PYTHON, Boxes, python, sh
 
@@ -137,6 +139,30 @@ async def test_nothing_runs_while_a_box_is_paused(boxes: Boxes) -> None:
     await process.kill_tree()
     await process.wait()
     os.close(read)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+async def test_what_had_been_stopped_before_goes_on_only_where_that_is_said(boxes: Boxes, frozen: bool) -> None:
+    box = await boxes()
+    if not frozen:
+        box.group.runs = None  # as on a host without cgroup v2
+    facts = replace(boxes.driver.facts, kill_groups=box.group.runs is not None)
+    line = next(line for line in promises(facts) if line.name == "standing still")
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    process = await box.spawn(Spawn(("sh", "-c", "kill -STOP $$; sleep 600"), ENV, "/"), null, null, null)
+    os.close(null)
+    state = f"cut -d' ' -f3 /proc/{process.pid}/stat"
+    assert (await sh(box, f"while [ $({state}) != T ]; do sleep 0.01; done; {state}"))[1] == "T\n"
+    await box.changes()
+    await asyncio.sleep(0.05)
+    if line.state == "kept":
+        assert (await sh(box, state))[1] == "T\n"
+    else:
+        assert (await sh(box, state))[1] == "S\n"
+        assert "what had been stopped before goes on" in line.found
+    await process.kill_tree()
+    await process.wait()
+    await process.release()
 
 
 async def test_changes_are_told(boxes: Boxes) -> None:
@@ -440,6 +466,73 @@ async def test_extended_attributes_are_kept_or_named(boxes: Boxes) -> None:
     second = await boxes(SandboxSpec(image="some"))
     count = "import os; print(len(os.listxattr('/srv/many')))"
     assert (await python(second, count))[1] == (await python(box, count))[1] != "0\n"
+
+
+# A list that lets user 1000 and nobody else in; argv: what to do with it, and the directory.
+ACCESS = """
+import os, struct, sys
+NOBODY = 0xffffffff
+ENTRIES = [(1, 7, NOBODY), (2, 7, 1000), (4, 0, NOBODY), (16, 7, NOBODY), (32, 0, NOBODY)]
+LIST = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in ENTRIES)
+for name in sys.argv[2:]:
+    if sys.argv[1] == "give": os.setxattr("/srv/d", name, LIST if name.startswith("system") else b"v")
+    else: os.removexattr("/srv/d", name)
+"""
+LISTS = ("system.posix_acl_access", "system.posix_acl_default")
+
+
+async def one_layer_over(boxes: Boxes, monkeypatch: pytest.MonkeyPatch, first: NativeBox, *change: str) -> NativeBox:
+    """A box over one layer, made of that of `first` and of one in which a program was run."""
+    monkeypatch.setattr("sandlot.drivers.native.driver.MOST_LAYERS", 2)
+    image = (await boxes.driver.snapshot(first, "first")).name
+    for name in ("second", "third"):
+        box = await boxes(SandboxSpec(image=image))
+        if name == "second":
+            ended, said = await python(box, *change)
+            assert ended.code == 0, said
+        info = await boxes.driver.snapshot(box, name)
+        image = info.name
+    assert info.layers == 1
+    return await boxes(SandboxSpec(image=image))
+
+
+async def test_who_was_shut_out_of_a_directory_stays_out_when_layers_are_made_one(
+    boxes: Boxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = await boxes()
+    if boxes.driver.facts.ids == "one":
+        pytest.skip("there is one user inside")
+    await sh(box, "mkdir -m 700 /srv/d; touch /srv/d/secret")
+    ended, _ = await python(box, ACCESS, "give", *LISTS)
+    if ended.code != 0:
+        pytest.skip("files in memory have no access lists here")
+    assert (await sh(box, "cat /srv/d/secret", user=1000))[0].code == 0
+    take = f"{ACCESS}\nos.chmod('/srv/d', 0o770); open('/srv/d/later', 'w').close(); os.mkdir('/srv/d/e')"
+    over = await one_layer_over(boxes, monkeypatch, box, take, "take", *LISTS)
+    assert (await sh(over, "cat /srv/d/secret", user=1000))[0].code != 0
+    tell = "import os; print([os.listxattr('/srv/d' + each) for each in ('', '/later', '/e')])"
+    assert (await python(over, tell))[1] == "[[], [], []]\n"
+
+
+async def test_what_hides_the_image_below_stays_when_layers_are_made_one(
+    boxes: Boxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = await boxes()
+    replaces(boxes)
+    await sh(box, "rm -r /etc/alternatives; mkdir /etc/alternatives; touch /etc/alternatives/mine")
+    over = await one_layer_over(boxes, monkeypatch, box, "open('/etc/alternatives/more', 'w').close()")
+    assert (await sh(over, "ls /etc/alternatives"))[1] == "mine\nmore\n"
+
+
+async def test_the_root_itself_is_as_it_was(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = await boxes()
+    await python(box, "import os\ntry: os.setxattr('/', 'user.name', b'v')\nexcept OSError: pass\nos.chmod('/', 0o751)")
+    await sh(box, "touch /new; touch -d @1000000 /")
+    tell = "import os; print(oct(os.stat('/').st_mode), os.stat('/').st_mtime, os.listxattr('/'))"
+    before = (await python(box, tell))[1]
+    assert before.startswith("0o40751 1000000.0 ")
+    over = await one_layer_over(boxes, monkeypatch, box, "pass")
+    assert (await python(over, tell))[1] == before
 
 
 LINKS = """
