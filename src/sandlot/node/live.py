@@ -108,6 +108,7 @@ class Live:
         "box",
         "busy",
         "changing",
+        "connections",
         "created_at",
         "ending",
         "env",
@@ -145,6 +146,7 @@ class Live:
         self.idle_timer: asyncio.TimerHandle | None = None
         self.lifetime_timer: asyncio.TimerHandle | None = None
         self.routes: list[Route] = []
+        self.connections: asgi.Room | None = None  # of all its routes together; None: it never had one
 
     def take(self, box: Box) -> None:
         """Its box from now on."""

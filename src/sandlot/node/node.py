@@ -142,6 +142,7 @@ class Node:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pruning: asyncio.Task[None] | None = None
         self._upstreams: httpx2.AsyncHTTPTransport | None = None
+        self._connections: asgi.Room | None = None  # on all routes of all sandboxes
         self._closing = False
 
     async def __aenter__(self) -> Node:
@@ -217,7 +218,9 @@ class Node:
         for listener, port, words in found.listeners:
             with suppress(ValidationError):
                 upstream = Upstream.model_validate_json(words)
-                live.routes.append(Route(port, upstream, await asgi.serve(listener, self._relay(upstream))))
+                live.routes.append(
+                    Route(port, upstream, await asgi.serve(listener, self._relay(upstream), room=self._room(live)))
+                )
 
     async def _sweep(self, ours: NodeDirectory) -> None:
         for dead in ours.abandoned():
@@ -432,7 +435,7 @@ class Node:
         with self._running(sandbox_id) as live:
             box = live.box
             async with deadline(STEP_SECONDS, f"listening on port {port} of sandbox {sandbox_id}"):
-                work = self._listen(box, port, target)
+                work = self._listen(live, box, port, target)
                 served = await self._step(live, f"listen on port {port} of sandbox {sandbox_id}", work)
             if box.death.done():
                 served.close()
@@ -470,7 +473,9 @@ class Node:
         for process in held:
             await process.release()
         for route in routes:
-            served = await self._step(live, "listen again after a reset", self._listen(box, route.port, route.target))
+            served = await self._step(
+                live, "listen again after a reset", self._listen(live, box, route.port, route.target)
+            )
             live.routes.append(Route(route.port, route.target, served))
         return live.info()
 
@@ -718,7 +723,16 @@ class Node:
         self._died(live, live.box, live.box.death)
         return self._ended_error(live.id)
 
-    async def _listen(self, box: Box, port: int, target: Target) -> asgi.Served:
+    def _room(self, live: Live) -> asgi.Room:
+        """For connections on its routes. Each may cost two descriptors, for a relay has one of its own, and those of
+        all sandboxes together leave half of this process's."""
+        if self._connections is None:
+            self._connections = asgi.Room(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        if live.connections is None:
+            live.connections = asgi.Room(asgi.BOX_CONNECTIONS, self._connections)
+        return live.connections
+
+    async def _listen(self, live: Live, box: Box, port: int, target: Target) -> asgi.Served:
         asgi.require()
         note = None
         if isinstance(target, Upstream) and self._grace:
@@ -726,7 +740,7 @@ class Node:
         app = self._relay(target) if isinstance(target, Upstream) else target
         listener = await box.listen(port, note)
         try:
-            return await asgi.serve(listener, app)
+            return await asgi.serve(listener, app, room=self._room(live))
         except BaseException:
             listener.close()
             raise
