@@ -64,6 +64,7 @@ struct plan {
 	int keeps[KEEPS_MAX]; /* locks, held for life */
 	int keep_count;
 	int listener, record, upper; /* -1: none */
+	int score, own_score;	     /* oom_score_adj of PID 1 as a descriptor, -1: none; and what it is */
 	uint64_t grace_ms;	     /* after the node has gone away */
 	struct step steps[STEPS_MAX];
 	int step_count;

@@ -27,7 +27,7 @@
 #define NAMESPACES \
 	(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
 
-static struct plan plan = {.host_id = UINT32_MAX, .listener = -1, .record = -1, .upper = -1};
+static struct plan plan = {.host_id = UINT32_MAX, .listener = -1, .record = -1, .upper = -1, .score = -1};
 
 static _Noreturn void bad_plan(const char *what)
 {
@@ -128,8 +128,8 @@ static void parse_plan(struct message *message)
 /* Trees and cgroup files have done their work; what stays moves down to the lowest numbers and the rest is closed. */
 static void keep_descriptors(void)
 {
-	int *stay[KEEPS_MAX + 3] = {&plan.listener, &plan.record, &plan.upper};
-	int count = 3;
+	int *stay[KEEPS_MAX + 4] = {&plan.listener, &plan.record, &plan.upper, &plan.score};
+	int count = 4;
 
 	for (int i = 0; i < plan.keep_count; i++)
 		stay[count++] = &plan.keeps[i];
@@ -159,6 +159,22 @@ static void receive(struct message *message, uint32_t type)
 		bad_plan("came in an unexpected frame");
 }
 
+/* PID 1 is the box: when memory ends, it is the last that the kernel shall kill. Its own score is what it raises for the
+ * moment in which a command is forked (spawn.c), through this descriptor: its files in /proc belong to the host's root
+ * while it is not dumpable, as do those of a child of its. Nobody is inside yet who could make use of the moment. */
+static void open_score(void)
+{
+	char text[16] = "";
+
+	if (prctl(PR_SET_DUMPABLE, 1) < 0)
+		die(errno, "dumpable", "");
+	plan.score = open("/proc/self/oom_score_adj", O_RDWR | O_CLOEXEC);
+	if (plan.score >= 0 && read(plan.score, text, sizeof text - 1) > 0)
+		plan.own_score = atoi(text);
+	if (prctl(PR_SET_DUMPABLE, 0) < 0)
+		die(errno, "dumpable", "");
+}
+
 /* From here on in the new namespaces. */
 static _Noreturn void inside(void)
 {
@@ -179,6 +195,7 @@ static _Noreturn void inside(void)
 	for (int i = 0; i < plan.step_count; i++)
 		step_do(&plan, &plan.steps[i]);
 	umask(022);
+	open_score();
 	keep_descriptors();
 	confine(&plan);
 
@@ -188,7 +205,8 @@ static _Noreturn void inside(void)
 	pid1(&plan);
 }
 
-/* A node that is shielded from the kernel's killer for memory must not hand that on to a box. */
+/* A node that is shielded from the kernel's killer for memory must not hand that on to a box. Where the node is root
+ * this comes before the box's id is taken: then nobody inside gets below 0 again. */
 static void protect(void)
 {
 	int fd = open("/proc/self/oom_score_adj", O_RDWR | O_CLOEXEC);
@@ -248,6 +266,7 @@ int main(void)
 	sigprocmask(SIG_SETMASK, &all, NULL);
 	setsid();
 
+	protect();
 	for (int i = 0; i < plan.join_count; i++)
 		if (write(plan.joins[i], "0", 1) < 0)
 			die(errno, "cgroup", "could not be joined");
@@ -259,7 +278,6 @@ int main(void)
 			die(errno, "ids", "the box's own host id could not be taken");
 	}
 
-	protect();
 	int made = limit_namespace();
 	if (plan.host_network)
 		made |= CLONE_NEWNET; /* by somebody else */

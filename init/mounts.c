@@ -80,30 +80,32 @@ static void make_target(int tree, const char *target)
 	}
 }
 
-/* Kernels before 5.12 have no mount_setattr: there the same flags go on by remounting, below the top mount only. */
+/* Kernels before 5.12 have no mount_setattr: there the same flags go on by remounting, not below the top mount. */
 static void restrict_old(const char *target, uint64_t flags)
 {
-	unsigned long ms = MS_REMOUNT | MS_BIND;
+	unsigned long ms = 0;
 
 	ms |= flags & ATTACH_READ_ONLY ? MS_RDONLY : 0;
 	ms |= flags & ATTACH_NODEV ? MS_NODEV : 0;
 	ms |= flags & ATTACH_NOSUID ? MS_NOSUID : 0;
 	ms |= flags & ATTACH_NOEXEC ? MS_NOEXEC : 0;
-	if (mount(NULL, target, NULL, ms, NULL) < 0)
+	if (mount(NULL, target, NULL, MS_REC | MS_PRIVATE, NULL) < 0 ||
+	    (ms && mount(NULL, target, NULL, MS_REMOUNT | MS_BIND | ms, NULL) < 0))
 		die(errno, "mount", target);
 }
 
+/* As a private mount, always: one that was shared on the host would bring inside what is mounted below it later, without
+ * any of the flags, and take the box's own mounts out. */
 static void attach(int tree, const char *target, uint64_t flags)
 {
-	struct attributes attributes = {0};
+	struct attributes attributes = {.propagation = MS_PRIVATE};
 	int old_kernel = 0;
 
 	attributes.set |= flags & ATTACH_READ_ONLY ? ATTR_RDONLY : 0;
 	attributes.set |= flags & ATTACH_NODEV ? ATTR_NODEV : 0;
 	attributes.set |= flags & ATTACH_NOSUID ? ATTR_NOSUID : 0;
 	attributes.set |= flags & ATTACH_NOEXEC ? ATTR_NOEXEC : 0;
-	if (attributes.set &&
-	    syscall(SYS_mount_setattr, tree, "", AT_EMPTY_PATH | AT_RECURSIVE, &attributes, sizeof attributes) < 0) {
+	if (syscall(SYS_mount_setattr, tree, "", AT_EMPTY_PATH | AT_RECURSIVE, &attributes, sizeof attributes) < 0) {
 		if (errno != ENOSYS)
 			die(errno, "mount flags", target);
 		old_kernel = 1;

@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "box.h"
@@ -54,6 +55,33 @@ static int make_parents(const char *path)
 	return 0;
 }
 
+/* File systems whose files are not data but the kernel's own words. */
+static int of_kernel(long kind)
+{
+	static const long kinds[] = {
+		0x9fa0,	    /* proc */
+		0x62656572, /* sysfs */
+		0x27e0eb,   /* cgroup */
+		0x63677270, /* cgroup2 */
+		0x64626720, /* debugfs */
+		0x74726163, /* tracefs */
+		0x73636673, /* securityfs */
+		0xf97cff8c, /* selinux */
+		0x62656570, /* configfs */
+		0xcafe4a11, /* bpf */
+		0x19800202, /* mqueue */
+		0x6165676c, /* pstore */
+		0xde5e81e4, /* efivarfs */
+		0x65735543, /* fusectl */
+		0x42494e4d, /* binfmt_misc */
+	};
+
+	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+		if ((uint32_t)kind == (uint32_t)kinds[i])
+			return 1;
+	return 0;
+}
+
 static int open_as(const struct request *request)
 {
 	if (request->user) {
@@ -70,7 +98,14 @@ static int open_as(const struct request *request)
 		if (mkfifo(request->path, request->mode & 07777) < 0 && errno != EEXIST)
 			return -1;
 	}
-	return open(request->path, (int)request->flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, (mode_t)request->mode & 07777);
+	int fd = open(request->path, (int)request->flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, (mode_t)request->mode & 07777);
+	struct statfs system;
+	/* The node writes, and the kernel asks of some of its files who does: the node may what nobody inside may. */
+	if (fd >= 0 && (request->flags & O_ACCMODE) != O_RDONLY && (fstatfs(fd, &system) < 0 || of_kernel(system.f_type))) {
+		errno = EOPNOTSUPP;
+		return -1;
+	}
+	return fd;
 }
 
 int open_inside(const struct message *message, struct child *out)

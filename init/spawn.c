@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <grp.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -102,13 +103,6 @@ static _Noreturn void child(const struct message *message, const struct request 
 	/* With a parent that adopts, a helper without cgroup rights still finds every descendant of a run. */
 	prctl(PR_SET_CHILD_SUBREAPER, 1);
 
-	/* PID 1 is the box: when memory ends, it is the last that the kernel shall kill. */
-	int score = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
-	if (score >= 0 && write(score, "100", 3) < 0 && errno != EACCES && errno != EINVAL)
-		give_up(error_fd, "oom_score_adj");
-	if (score >= 0)
-		close(score);
-
 	/* Move what is needed out of the way of 0..2 first: a passed descriptor may itself be one of them. */
 	int moved[3];
 	for (int i = 0; i < 3; i++)
@@ -144,6 +138,17 @@ static _Noreturn void child(const struct message *message, const struct request 
 	give_up(top, "exec");
 }
 
+/* A command is to be killed for memory before PID 1 is: it inherits the score of this moment. A program may lower its
+ * own again, to that of PID 1 and no further. */
+static void score(const struct plan *plan, int value)
+{
+	char text[16];
+	int length = snprintf(text, sizeof text, "%d", value > 1000 ? 1000 : value);
+
+	if (plan->score >= 0 && pwrite(plan->score, text, (size_t)length, 0) < 0)
+		return; /* a kernel that refuses gives them the same, which is no reason to run nothing */
+}
+
 int spawn(struct message *message, const struct plan *plan, struct child *out)
 {
 	struct request request = {0};
@@ -157,9 +162,13 @@ int spawn(struct message *message, const struct plan *plan, struct child *out)
 	if (!error && pipe2(pipes, O_CLOEXEC | O_NONBLOCK) < 0)
 		error = errno;
 	if (!error) {
+		score(plan, plan->own_score + 100);
 		pid_t pid = fork();
 		if (pid == 0)
 			child(message, &request, plan, pipes[1]);
+		int failed = errno;
+		score(plan, plan->own_score);
+		errno = failed;
 		if (pid < 0) {
 			error = errno;
 			close(pipes[0]);

@@ -41,16 +41,27 @@ def parse_bytes(value: object) -> object:
     """`"512M"`, `"1.5 GiB"` or a plain number, in bytes. Anything but text is left to pydantic."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
     if not match:
         raise ValueError(f"{value!r} is not a size; write it as `512M` or `2G`")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+# Past any machine's, and far from where the kernel's numbers wrap around to none.
+MOST_BYTES, MOST_FILES = 1 << 50, 1 << 32
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=MOST_BYTES)]
+
+# A timer takes no more: ten years.
+MOST_SECONDS = 10 * 365 * 86_400
+Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 # Less memory than this and not even the first process of a sandbox starts (its own pages and page tables, with room).
 LEAST_MEMORY = 8 << 20
+# The kernel shares out CPU time by the millisecond in each tenth of a second.
+LEAST_CPUS = 0.01
+# The kernel counts files in pages, and takes 0 for "no limit".
+LEAST_DISK = 4096
 
 # What a node is willing to hold of one stream of a command: what is larger belongs in a file.
 MOST_OUTPUT = 64 << 20
@@ -99,9 +110,9 @@ def _as_base64(value: object) -> str:
 
 
 class Model(BaseModel):
-    """A frozen value that refuses unknown keys."""
+    """A frozen value that refuses unknown keys, and numbers that are none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Limits(Model):
@@ -112,16 +123,22 @@ class Limits(Model):
         default=2 << 30,
         description="bytes of memory, its private files included, 8M or more; None: no limit, and no count of its use",
     )
-    pids: int = Field(default=512, ge=2, description="processes and threads")
-    cpus: float | None = Field(default=None, gt=0, description="CPU seconds per second; None: no quota")
+    pids: int = Field(default=512, ge=2, le=1 << 30, description="processes and threads")
+    cpus: float | None = Field(
+        default=None,
+        ge=LEAST_CPUS,
+        le=100_000,
+        description="CPU seconds per second, 0.01 or more; None: no quota",
+    )
     cpu_weight: int = Field(default=100, ge=1, le=10_000, description="share of a busy CPU beside others, default 100")
     disk: Bytes = Field(
         default=1 << 30,
-        description="bytes of files that the sandbox may write; by default they are in its memory, and then at most "
-        "seven eighths of that; one that is named and larger is on the host's disk",
+        ge=LEAST_DISK,
+        description="bytes of files that the sandbox may write, 4K or more; by default they are in its memory, and "
+        "then at most seven eighths of that; one that is named and larger is on the host's disk",
     )
-    inodes: int = Field(default=100_000, ge=64, description="files that the sandbox may make")
-    open_files: int = Field(default=4096, ge=16, description="descriptors per process")
+    inodes: int = Field(default=100_000, ge=64, le=MOST_FILES, description="files that the sandbox may make")
+    open_files: int = Field(default=4096, ge=16, le=1 << 30, description="descriptors per process")
     output: Bytes = Field(
         default=1 << 20,
         le=MOST_OUTPUT,
@@ -195,8 +212,8 @@ class SandboxSpec(Model):
     nested: bool = Field(
         default=False, description="allow user namespaces and mounts inside, for sandboxes in sandboxes"
     )
-    lifetime: float | None = Field(default=None, gt=0, description="seconds until the sandbox ends by itself")
-    idle_timeout: float | None = Field(default=None, gt=0, description="seconds without work until it ends")
+    lifetime: Seconds | None = Field(default=None, description="seconds until the sandbox ends by itself")
+    idle_timeout: Seconds | None = Field(default=None, description="seconds without work until it ends")
 
     @field_validator("volumes")
     @classmethod
@@ -219,7 +236,7 @@ class Run(Model):
         default=None, ge=0, le=65_535, description="numeric user and group inside; None: the image's, else 0"
     )
     stdin: Binary = Field(default=b"", description="bytes on standard input; base64 in JSON")
-    timeout: float | None = Field(default=300.0, gt=0, description="seconds; at the end the whole tree is killed")
+    timeout: Seconds | None = Field(default=300.0, description="seconds; at the end the whole tree is killed")
     output_cap: Bytes | None = Field(
         default=None,
         le=MOST_OUTPUT,
@@ -254,7 +271,11 @@ class RunResult(Model):
     exit_code: int = Field(description="the program's own, 128 + signal, 127 not found, 126 not executable")
     signal: int | None = None
     timed_out: bool = False
-    oom: bool = Field(default=False, description="the kernel killed it, or one of its children, for memory")
+    oom: bool = Field(
+        default=False,
+        description="the kernel killed it, or one of its children, for memory; of commands that run at the same time "
+        "only the one that ends by it can tell",
+    )
     out: Output = Output()
     err: Output = Output()
     seconds: float = 0.0

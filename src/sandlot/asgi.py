@@ -11,7 +11,8 @@ import asyncio
 import copy
 import functools
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from sandlot.api import AsgiApp
 from sandlot.errors import Unsupported
@@ -25,12 +26,37 @@ if TYPE_CHECKING:
 # closes first can cross with a request on its way.
 KEEP_ALIVE_SECONDS = 75
 
-# Connections of one listener at a time; the next one is answered 503. A box must not make its node hold more.
+# Connections at a time of one listener, and of all listeners in one box: the next one is cut off. Each costs the node a
+# descriptor, whether or not anything is said on it, and a box must not make its node hold more.
 MOST_CONNECTIONS = 1024
+BOX_CONNECTIONS = 256
+
+# Connections that may wait, and that are accepted in one go before anybody can cut them off: from boxes fewer.
+_BACKLOG, _BOX_BACKLOG = 1024, 128
 
 # Of a request's line and headers, and for them to arrive. Real ones have a few KB and come at once.
 MOST_HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 30.0
+
+
+class Room:
+    """How many connections there may be at a time, of one listener or of several together, and `within` what else."""
+
+    def __init__(self, most: int, within: Room | None = None) -> None:
+        self._left = most
+        self._within = within
+
+    def take(self) -> bool:
+        """Whether there was room for one more; then it is taken."""
+        if self._left <= 0 or not (self._within is None or self._within.take()):
+            return False
+        self._left -= 1
+        return True
+
+    def leave(self) -> None:
+        self._left += 1
+        if self._within is not None:
+            self._within.leave()
 
 
 class Served:
@@ -56,22 +82,28 @@ class Served:
         self.close()
 
 
-async def serve(listener: socket.socket, app: AsgiApp, head_seconds: float = HEAD_SECONDS) -> Served:
-    """Answer what comes in on `listener`, which now belongs to the result. Raises Unsupported without uvicorn."""
+async def serve(
+    listener: socket.socket, app: AsgiApp, head_seconds: float = HEAD_SECONDS, room: Room | None = None
+) -> Served:
+    """Answer what comes in on `listener`, which now belongs to the result, as long as there is `room` (None: for
+    MOST_CONNECTIONS). Raises Unsupported without uvicorn."""
     from uvicorn.server import ServerState
 
     http = _protocol(head_seconds)
+    free = room or Room(MOST_CONNECTIONS)
     config = copy.copy(_config())
     config.loaded_app = app
     state = ServerState()
 
     def protocol() -> asyncio.Protocol:
-        return http(config=config, server_state=state, app_state={})
+        return http(free, config=config, server_state=state, app_state={})
 
     # Connections inherit it. asyncio sets it only on sockets that name their protocol, and `socket.create_server` makes
     # them without. An answer's head and body are two writes: the second would wait 40 ms for the first's receipt.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    server = await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=1024)
+    server = await asyncio.get_running_loop().create_server(
+        protocol, sock=listener, backlog=_BOX_BACKLOG if room else _BACKLOG
+    )
     return Served(server, state)
 
 
@@ -81,20 +113,32 @@ def require() -> None:
 
 
 @functools.cache
-def _protocol(head_seconds: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, with bounds on a request's head in bytes and in time: whoever connects may be a program in a
-    box that wants this process to hold more and more."""
+def _protocol(head_seconds: float) -> Callable[..., HttpToolsProtocol]:
+    """uvicorn's protocol, with bounds on connections, and on a request's head in bytes and in time: whoever connects
+    may be a program in a box that wants this process to hold more and more. (`limit_concurrency` counts requests.)"""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class Bounded(HttpToolsProtocol):
         _head_bytes: int | None = 0  # None while no head is being read
         _head_timer: asyncio.TimerHandle | None = None
+        _let_in = False
+
+        def __init__(self, room: Room, **words: Any) -> None:
+            super().__init__(**words)
+            self._room = room
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            self._let_in = self._room.take()
+            if not self._let_in:
+                transport.abort()
+                return
             super().connection_made(transport)
             self._head_timer = self.loop.call_later(head_seconds, transport.abort)
 
         def connection_lost(self, exc: Exception | None) -> None:
+            if not self._let_in:
+                return
+            self._room.leave()
             self._stop_timer()
             super().connection_lost(exc)
 

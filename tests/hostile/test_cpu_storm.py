@@ -7,13 +7,16 @@ made better, and a neighbour's commands complete meanwhile. (What the storm cost
 from __future__ import annotations
 
 import asyncio
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from sandlot.api import Limits
 from sandlot.drivers.native.cgroup import mounts
-from tests.support.hostile import Arena, into_timeout, seen_from_outside
+from tests.support.hostile import Arena, into_timeout, no_priority_limits, seen_from_outside
 
 PROMISE = "cpu limit"
 
@@ -47,7 +50,7 @@ def settings(pid: int, kind: str, names: tuple[str, ...]) -> dict[str, str]:
         _, controllers, path = line.split(":", 2)
         if ("cpu" in controllers.split(",")) if kind == "v1" else controllers == "":
             own = root / path.strip("/")
-            box = own.parent if own.name.startswith("run-") else own
+            box = own.parent.parent if own.name.startswith("run-") else own  # it is box/runs/run-N
             return {name: (box / name).read_text().strip() for name in names}
     raise AssertionError(f"{pid} is in no cpu cgroup")
 
@@ -65,6 +68,17 @@ async def test_quota_and_weight_are_set_for_what_runs_in_the_box(arena: Arena) -
         found = [settings(pid, kind, tuple(expected)) for pid in pids]
     assert len(pids) == 2
     assert found == [expected, expected]
+
+
+async def test_the_least_quota_is_what_was_asked_for(arena: Arena) -> None:
+    with pytest.raises(ValidationError, match="cpus"):
+        Limits(cpus=0.009)
+    box = await arena.box(limits=Limits(cpus=0.01))
+    kind = arena.driver.facts.controllers["cpu"]
+    quota, expected = ("cpu.cfs_quota_us", "1000") if kind == "v1" else ("cpu.max", "1000 100000")
+    async with arena.holding("hold('one')", f"least_{box.id}", box=box):
+        (pid,) = seen_from_outside(f"least_{box.id}")
+        assert settings(pid, kind, (quota,)) == {quota: expected}
 
 
 async def test_a_storm_keeps_to_its_quota(arena: Arena) -> None:
@@ -91,6 +105,33 @@ async def test_a_neighbour_completes_meanwhile(arena: Arena) -> None:
 @pytest.mark.promise("privileges")
 async def test_no_priority_gets_better(arena: Arena) -> None:
     assert (await arena.python(FASTER)).stdout == "PermissionError PermissionError "
+
+
+@pytest.fixture
+def node_that_may() -> Iterator[None]:
+    """This process, with the right to real time and to better priorities, as some hosts give it to their services."""
+    before = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)}
+    try:
+        for kind, (_, hard) in before.items():
+            resource.setrlimit(kind, (max(40, hard), max(40, hard)))
+    except (ValueError, OSError):
+        pytest.skip("needs CAP_SYS_RESOURCE")
+    yield
+    for kind, limits in before.items():
+        resource.setrlimit(kind, limits)
+
+
+@pytest.mark.promise("privileges")
+@pytest.mark.usefixtures("node_that_may")
+async def test_what_the_node_may_is_not_handed_on(arena: Arena) -> None:
+    assert (await arena.python(FASTER)).stdout == "PermissionError PermissionError "
+
+
+@pytest.mark.control
+@pytest.mark.promise("privileges")
+@pytest.mark.usefixtures("node_that_may")
+async def test_control_inherited_it_would_be(arena: Arena) -> None:
+    assert "better" in (await arena.python(FASTER, without=no_priority_limits)).stdout
 
 
 @pytest.mark.control

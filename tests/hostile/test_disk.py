@@ -10,10 +10,11 @@ from __future__ import annotations
 import signal
 
 import pytest
+from pydantic import ValidationError
 
 from sandlot.api import Limits
 from sandlot.errors import Unsupported
-from tests.support.hostile import Arena
+from tests.support.hostile import Arena, no_disk_limit
 
 PROMISE = "disk limit"
 
@@ -91,6 +92,23 @@ async def test_on_the_hosts_disk_it_ends_at_the_limit_too(arena: Arena) -> None:
     else:
         with pytest.raises(Unsupported):
             await arena.box(limits=larger)
+
+
+async def test_the_least_limit_is_one_and_none_can_be_asked_for(arena: Arena) -> None:
+    for words in ({"disk": 0}, {"inodes": 0}, {"disk": 1 << 64}, {"inodes": 1 << 64}, {"inodes": 1 << 70}):
+        with pytest.raises(ValidationError):
+            Limits.model_validate(words)
+    box = await arena.box(limits=Limits(disk="4K"))
+    for way in WRITES:
+        *_, taken = (await arena.python(program(way), box=box)).stdout.split()
+        assert int(taken) <= 4096, way
+
+
+@pytest.mark.control
+async def test_control_zero_would_be_none(arena: Arena) -> None:
+    box = await arena.box(limits=Limits(disk="4K"), without=no_disk_limit)
+    *_, taken = (await arena.python(program("one file"), box=box)).stdout.split()
+    assert int(taken) >= 100 << 20
 
 
 @pytest.mark.control

@@ -8,14 +8,16 @@ made better than it was, the box and its neighbour go on.
 from __future__ import annotations
 
 import asyncio
+import platform
 import re
 import signal
+import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from sandlot.api import Limits
+from sandlot.api import Limits, RunResult
 from sandlot.errors import SandboxEnded
 from tests.support.hostile import PYTHON, Arena
 
@@ -79,6 +81,70 @@ async def test_many_processes_have_one_limit(arena: Arena) -> None:
 async def test_control_with_a_larger_limit_the_many_have_it_all(arena: Arena) -> None:
     result = await arena.python(EAT_BY_MANY, limits=Limits(memory="1G", pids=100))
     assert (result.stdout, result.oom) == ("all", False)
+
+
+# A program of one page that forks 480 times, and each of them waits: smaller than the first process of the box.
+_CODE = bytes.fromhex("bbe0010000 b839000000 0f05 85c0 7406 7804 ffcb 75ef b822000000 0f05 ebf7")
+_SIZE, _AT = 120 + len(_CODE), 0x400000
+_HEAD = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\2\1\1", 2, 62, 1, _AT + 120, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+SMALL = _HEAD + struct.pack("<IIQQQQQQ", 1, 5, 0, _AT, _AT, _SIZE, _SIZE, 4096) + _CODE
+
+
+async def many_small(arena: Arena) -> RunResult:
+    """What becomes of many processes that need next to nothing, where files have taken what there is."""
+    box = await arena.box(limits=Limits(memory="32M", pids=512))
+    await box.write_file("/tmp/small", SMALL, mode=0o755)
+    await box.run("head -c 100M /dev/zero > /dev/shm/f")
+    result = await box.run(["/tmp/small"], timeout=3)
+    assert (await box.run("echo lives")).stdout == "lives\n"
+    return result
+
+
+@pytest.mark.promise("processes")
+async def test_a_command_has_a_higher_score_than_the_first_process_and_cannot_get_below_its(arena: Arena) -> None:
+    assert (await arena.sh("cat /proc/1/oom_score_adj /proc/self/oom_score_adj")).stdout == "0\n100\n"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the program is one for x86")
+async def test_commands_are_killed_before_the_first_process_however_small_they_are(arena: Arena) -> None:
+    assert (await many_small(arena)).oom
+
+
+@pytest.mark.control
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the program is one for x86")
+async def test_control_with_the_same_score_the_first_process_is(arena: Arena) -> None:
+    box = await arena.box(limits=Limits(memory="32M", pids=512))
+    await box.write_file("/tmp/small", SMALL, mode=0o755)
+    same = "echo 0 > /proc/self/oom_score_adj; head -c 100M /dev/zero > /dev/shm/f; exec /tmp/small"
+    with pytest.raises(SandboxEnded, match="ran out of memory"):
+        await box.run(same, timeout=9)
+        await box.run("true")
+
+
+# A command whose child is killed, and which goes on for a while.
+CHILD = f"{PYTHON} -I -S -c 'b = []\nwhile True: b.append(bytearray(10 << 20))'; touch /tmp/killed; exec sleep 9"
+
+
+async def test_the_kill_is_charged_to_the_command_that_it_was_in(arena: Arena) -> None:
+    """Not to the one that happens to end first."""
+    box = await arena.box()
+    eating = asyncio.create_task(box.run(f"{CHILD} & wait", timeout=2))
+    await asyncio.sleep(0.7)
+    while not (innocent := await box.run("test -e /tmp/killed")).ok:
+        assert not innocent.oom
+    assert not innocent.oom
+    guilty = await eating
+    assert (guilty.oom, guilty.timed_out) == (True, True)
+    assert not (await box.run("true")).oom
+
+
+async def test_of_two_at_a_time_it_is_charged_to_the_one_that_ends_by_it(arena: Arena) -> None:
+    box = await arena.box()
+    beside = asyncio.create_task(box.run("until test -e /tmp/stop; do sleep 0.05; done; exit 3", timeout=30))
+    assert (await arena.python(EAT, box=box)).oom
+    await box.write_file("/tmp/stop", b"")
+    innocent = await beside
+    assert (innocent.exit_code, innocent.oom) == (3, False)
 
 
 @pytest.mark.promise("processes")

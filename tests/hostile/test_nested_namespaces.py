@@ -124,6 +124,7 @@ say("block", call("mount", b"/dev/vda", b"/tmp/m", b"ext4", 0, None))
 child = os.fork()
 if call("unshare", 0x20000000) == "ok" and os.fork() == 0:  # a proc of its own needs a pid namespace of its own
     say("fresh_proc", call("mount", b"proc", b"/tmp/m", b"proc", 0, None))
+while attempt(os.wait) == "ok": pass  # what they say comes before the end
 """
 )
 BACK_OUT = ("unmask", "unmask_sys", "remount_usr", "remount_proc_sys", "fresh_sys", "fresh_proc", "device", "block")

@@ -90,15 +90,23 @@ def _move(arena: Arena, state: Path) -> None:
     arena.driver._layers = type(arena.driver._layers)(state / "images")
 
 
-async def linked(arena: Arena, victim: Path) -> Sandbox:
-    """A box over a snapshot with a link to `victim`, in which that link is now a directory."""
+async def link(arena: Arena, victim: Path) -> Sandbox:
+    """A box over a snapshot, `linked`, with links to `victim`."""
     (victim / "secret").mkdir(parents=True)
     (victim / "secret" / "key").write_text("attacked")
     first = await arena.box()
     assert (await first.run(["ln", "-s", str(victim), "/srv/a"])).ok
     assert (await first.run(["ln", "-s", str(victim), "/srv/b"])).ok
     await arena.node.snapshot(first.id, "linked")
-    box = await arena.box(image="linked")
+    return await arena.box(image="linked")
+
+
+async def linked(arena: Arena, victim: Path) -> Sandbox:
+    """The same, and the links are directories now."""
+    box = await link(arena, victim)
+    if not arena.driver.facts.directories_replaced:
+        assert any(loss.startswith("image directories: ") for loss in box.losses)
+        pytest.skip("named loss: image directories")
     assert (await box.run("cd /srv; rm a b; mkdir a b; mkdir a/secret b/secret; touch a/secret/key b/no")).ok
     return box
 
@@ -128,7 +136,7 @@ async def test_an_export_holds_nothing_of_where_a_link_leads(arena: Arena, tmp_p
 
 @pytest.mark.control
 async def test_control_a_path_that_is_looked_up_as_usual_leads_out(arena: Arena, tmp_path: Path) -> None:
-    await linked(arena, tmp_path / "victim")
+    await link(arena, tmp_path / "victim")
     paths = [path / "srv/a" for path in _images(arena.node).glob("layers/*") if path.is_dir()]
     assert [each.name for path in paths for each in path.iterdir()] == ["secret"]
     assert [(path / "secret/key").read_text() for path in paths] == ["attacked"]

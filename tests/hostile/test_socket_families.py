@@ -14,8 +14,12 @@ from tests.support.hostile import Arena, all_capabilities, no_filter
 
 PROMISE = "system call filter"
 
+# Stream and datagram protocols that a socket of the internet's can be by its third word: SMC, MPTCP, UDP-Lite, and a
+# number whose half that the kernel reads is SMC's.
+OTHERS = ((1, 256), (1, 262), (2, 136), (2, 256), (1, 1 << 32 | 256))
 EVERY = (
     CALL
+    + f"OTHERS = {OTHERS}"
     + """
 for family in range(64):
     for kind in range(1, 11):
@@ -25,7 +29,7 @@ for family in range(64):
         say(f"pair_{family}_{kind}", call("socketpair", family, kind, 0, pair))
         for fd in pair if last >= 0 else (): os.close(fd)
 for family in (2, 10):
-    for kind, protocol in ((1, 132), (5, 132), (6, 33), (1, 33), (2, 115), (1, 6), (2, 17)):
+    for kind, protocol in ((1, 132), (5, 132), (6, 33), (1, 33), (2, 115), (1, 6), (2, 17), *OTHERS):
         say(f"{family}_{kind}_{protocol}", call("socket", family, kind, protocol))
         if last >= 0: os.close(last)
 for protocol in range(32):
@@ -55,6 +59,8 @@ async def test_only_the_usual_sockets_can_be_had(arena: Arena) -> None:
     assert {said[word] for word in kinds} == {"EAFNOSUPPORT"}
     assert {said[f"netlink_{protocol}"] for protocol in range(32) if protocol not in (0, 4, 15)} == {"EPROTONOSUPPORT"}
     assert {answer for word, answer in said.items() if word.startswith("option")} == {"EPERM"}
+    others = {f"{family}_{kind}_{protocol}" for family in (2, 10) for kind, protocol in OTHERS}
+    assert {said[word] for word in others} == {"EPROTONOSUPPORT"}
 
 
 async def test_every_profile_keeps_to_that(arena: Arena) -> None:
@@ -68,5 +74,6 @@ async def test_control_without_the_filter_others_are_had(arena: Arena) -> None:
     said = answers((await arena.python(EVERY, without=no_filter)).stdout)
     assert said["netlink_16"] == "ok"  # every kernel has the generic family
     assert said["option_0_64"] in ("EPERM", "ENOPROTOOPT")
+    assert said["2_2_136"] == "ok"  # UDP-Lite comes with IPv4 (SMC and MPTCP only where they were built)
     said = answers((await arena.python(EVERY, without=all_capabilities)).stdout)
     assert (said["17_3_0"], said["2_10_0"]) == ("ok", "ok")  # AF_PACKET, under its name and under the old one

@@ -1,19 +1,21 @@
 """Attack: let the node wait for ever, or fill its memory, by what a path leads to: a pipe nobody writes to, endless
-devices, loops, sockets, leased files, the node's own links in /proc, files of a terabyte and files that grow.
+devices, loops, sockets, leased files, the node's own links in /proc, files of a terabyte and files that grow; let it
+write to the kernel with its own rights, by a link where something is uploaded.
 
-Must hold: each is answered soon, by an error or by at most 64 MiB. The control reads and writes a plain file beside
-them.
+Must hold: each is answered soon, by an error or by at most 64 MiB, and nothing is written to /proc or /sys. The
+controls read and write a plain file beside them, and write to /proc from outside.
 """
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from sandlot.errors import SandlotError
+from sandlot.errors import InvalidRequest, SandlotError
 from tests.support.calls import CALL
-from tests.support.hostile import Arena
+from tests.support.hostile import Arena, leases, seen_from_outside
 
 PROMISE = "files"
 
@@ -59,7 +61,43 @@ async def test_special_files_are_refused_at_once(arena: Arena) -> None:
     assert (await box.run("echo lives")).stdout == "lives\n"
 
 
-# A lease makes whoever opens the file wait until it is given back.
+# Puts a link where the owner is about to upload something, to a file in which the kernel asks who writes.
+SCORE = """
+import os
+os.symlink(f"/proc/{os.getpid()}/" + sys.argv[1], "/root/report")
+hold(open("/proc/self/oom_score_adj").read().strip())
+"""
+
+
+async def test_nothing_is_written_to_the_kernels_files_with_the_nodes_rights(arena: Arena) -> None:
+    for name in (
+        "oom_score_adj",
+        "comm",
+        "timerslack_ns",
+        "setgroups",
+        "clear_refs",
+        "coredump_filter",
+        "attr/current",
+    ):
+        box = await arena.box()
+        async with arena.holding("import sys" + SCORE, name, box=box):
+            with pytest.raises(InvalidRequest, match=r"the kernel's own|no file|denied"):
+                await box.write_file("/root/report", b"321")
+            assert "321" not in (await box.run("cat /proc/[0-9]*/oom_score_adj")).stdout.split()
+    with pytest.raises(InvalidRequest):
+        await box.write_file("/sys/kernel/notes", b"321")
+
+
+@pytest.mark.control
+async def test_control_from_outside_the_node_may_write_there(arena: Arena) -> None:
+    box = await arena.box()
+    async with arena.holding("import sys" + SCORE, "oom_score_adj", f"score_{box.id}", box=box):
+        (pid,) = seen_from_outside(f"score_{box.id}")
+        Path(f"/proc/{pid}/oom_score_adj").write_text("321")
+        assert "321" in (await box.run("cat /proc/[0-9]*/oom_score_adj")).stdout.split()
+
+
+# A lease makes whoever opens the file wait until it is given back. (The filter forbids them: test_leases.py.)
 LEASE = """
 import fcntl, os, signal, time
 fd = os.open("/tmp/leased", os.O_CREAT | os.O_RDWR)
@@ -71,7 +109,7 @@ while not os.path.exists("/tmp/stop"): time.sleep(0.01)
 
 
 async def test_a_leased_file_does_not_hold_up_the_node(arena: Arena) -> None:
-    box = await arena.box()
+    box = await arena.box(without=leases)
     holding = asyncio.create_task(arena.python(LEASE, box=box))
     async with asyncio.timeout(SECONDS):
         while not (await box.run("grep -q LEASE /proc/locks")).ok:

@@ -3,6 +3,7 @@
 # came out on the second disk, turns the machine off.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8
 export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/sandlot/src:/packages
+mount --make-rshared / # as systemd has it
 mount -t sysfs sys /sys
 mkdir -p /dev/pts /dev/shm
 mount -t devpts devpts /dev/pts -o gid=5,mode=620,ptmxmode=666

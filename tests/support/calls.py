@@ -22,7 +22,6 @@ _MORE = {
     "get_mempolicy": (239, 236),
     "statx": (332, 291),
     "copy_file_range": (326, 285),
-    "io_setup": (206, 0),
     "mlock": (149, 228),
 }
 _LOOKED_AT = {name: numbers for name, (numbers, _) in seccomp._LOOKED_AT.items()}

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 from sandlot.api import Capability, Limits, RunResult, SandboxSpec, Volume
 from sandlot.drivers.images import Image, interpreter_prefix
+from sandlot.drivers.native import seccomp
 from sandlot.drivers.native.driver import NativeDriver
 from sandlot.drivers.native.plan import NOSUID, Do, Host, Plan, make_plan
 from sandlot.node.node import Node
@@ -43,6 +45,12 @@ class Arena:
     driver: NativeDriver
     promises: dict[str, Capability]  # what this host keeps, by name
     kept: list[Sandbox] = field(default_factory=list)
+    namespaces: set[str] = field(default_factory=set)  # of the boxes that it made, as far as this user may know them
+
+    def _look_at_namespaces(self) -> None:
+        ours = set(namespaces_of("self"))
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            self.namespaces |= set(namespaces_of(child)) - ours
 
     def keeps(self, promise: str) -> bool:
         return self.promises[promise].state == "kept"
@@ -69,6 +77,7 @@ class Arena:
         self.driver.planner = planner
         info = await self.node.create(SandboxSpec(**({"limits": self.limits, "lifetime": 120.0} | spec)))
         self.driver.planner = make_plan
+        self._look_at_namespaces()
         sandbox = Sandbox(self.node, info)
         self.kept.append(sandbox)
         return sandbox
@@ -171,6 +180,11 @@ def no_filter(plan: Plan) -> Plan:
     return replace(plan, seccomp=b"")
 
 
+def leases(plan: Plan) -> Plan:
+    """With a filter that lets leases on files be taken."""
+    return replace(plan, seccomp=seccomp.program(allow=frozenset({"fcntl"})))
+
+
 def nested_namespaces(plan: Plan) -> Plan:
     """Without the filter and the limit of zero nested user namespaces."""
     steps = tuple(step for step in plan.steps if not step.target.endswith("max_user_namespaces"))
@@ -182,10 +196,22 @@ def all_capabilities(plan: Plan) -> Plan:
     return replace(plan, caps=(1 << 41) - 1, seccomp=b"")
 
 
+def no_priority_limits(plan: Plan) -> Plan:
+    """With the node's own limits on priorities."""
+    kept = (limit for limit in plan.rlimits if limit[0] not in (resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE))
+    return replace(plan, rlimits=tuple(kept))
+
+
 def open_proc(plan: Plan) -> Plan:
     """With a /proc in which nothing is hidden or read-only."""
     steps = tuple(s for s in plan.steps if not (s.kind is Do.BIND and s.target.startswith("/proc/")))
     return replace(plan, steps=steps)
+
+
+def no_disk_limit(plan: Plan) -> Plan:
+    """With a tmpfs of the size that the kernel takes for no limit."""
+    steps = (replace(s, data=re.sub("size=[0-9]+", "size=0", s.data)) if s.text == "tmpfs" else s for s in plan.steps)
+    return replace(plan, steps=tuple(steps))
 
 
 def many_terminals(plan: Plan) -> Plan:
@@ -224,16 +250,40 @@ def volume_at(target: str) -> Removal:
     return change
 
 
-def host_state(driver: NativeDriver) -> dict[str, Any]:
-    """What an attack must leave as it was: the host's mounts, this process's children, namespaces and descriptors, the
-    node's cgroups and directory."""
+def namespaces_of(process: str) -> list[str]:
+    """The namespaces that a process is in, or holds a descriptor of: "net:[…]". None where this user may not look."""
+    found = []
+    for directory in (f"/proc/{process}/ns", f"/proc/{process}/fd"):
+        with suppress(OSError):
+            for name in os.listdir(directory):
+                with suppress(OSError):
+                    found.append(os.readlink(f"{directory}/{name}"))
+    return [
+        name for name in found if re.fullmatch(r"[a-z_]+:\[\d+\]", name) and not name.startswith(("pipe", "socket"))
+    ]
+
+
+def host_state(driver: NativeDriver, namespaces: set[str]) -> dict[str, Any]:
+    """What an attack must leave as it was: the host's mounts, this process's children and descriptors, the node's
+    cgroups and directory, and that nothing of ours is in one of these namespaces, or holds it: they were boxes'."""
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
-        # Others mount things too while this runs: ours would be named after us, or lie where boxes are put together.
-        "mounts": [line for line in mounts if "sandlot" in line or line.split()[1] in ("/tmp", "/run", "/mnt")],
+        # Others mount things too while this runs, tests of this suite among them: ours would be named after us, or lie
+        # where boxes are put together.
+        "mounts": [
+            line
+            for line in mounts
+            if ("sandlot" in line and not line.startswith("sandlot-test "))
+            or line.split()[1] in ("/tmp", "/run", "/mnt")
+        ],
         "children": sorted(children),
-        "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")},
+        "namespaces": sorted(
+            f"{name} of {process}"
+            for process in ("self", *children)  # in those of others there may be others' by now: numbers are used again
+            for name in namespaces_of(process)
+            if name in namespaces
+        ),
         "directory": sorted(str(path) for path in driver._directory.glob("*")),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "cgroups": [path for parent in driver.cgroups._parents.values() for path in parent.glob("sb-*")],

@@ -2,7 +2,8 @@
 
 1. An answer leaves at once: its body does not wait for the receipt of its head.
 2. `drain` lets an answer finish and drops idle connections; `close` drops everything, and the application is told.
-3. Who sends a head without end, or none, is cut off: it cannot make this process hold more and more.
+3. Of more connections than there is room for, the next is cut off, and let in when another is gone.
+4. Who sends a head without end, or none, is cut off: it cannot make this process hold more and more.
 """
 
 from __future__ import annotations
@@ -126,3 +127,30 @@ async def test_a_connection_that_asks_nothing_is_dropped() -> None:
         assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
     served.close()
+
+
+async def test_no_more_connections_are_held_than_there_is_room_for() -> None:
+    room = asgi.Room(3, within=asgi.Room(3))
+    ports, served = [], []
+    for _ in range(2):  # the room is of both together
+        listener = socket.create_server(("127.0.0.1", 0))
+        ports.append(listener.getsockname()[1])
+        served.append(await asgi.serve(listener, Slow(), room=room))
+    held = [await asyncio.open_connection("127.0.0.1", ports[i % 2]) for i in range(3)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", ports[0])
+    with suppress(ConnectionResetError):
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    held[0][1].close()
+    async with asyncio.timeout(5):
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", ports[1])
+            writer.write(b"GARBAGE\r\n\r\n")
+            with suppress(ConnectionResetError):
+                if (await reader.read()).startswith(b"HTTP/1.1 400"):  # somebody listens
+                    break
+    for each in served:
+        each.close()
+    for _, each_writer in held:
+        each_writer.close()
+    writer.close()

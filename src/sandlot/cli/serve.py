@@ -50,6 +50,7 @@ def serve(
         float,
         typer.Option(
             min=0,
+            max=10 * 365 * 86_400,
             help="Seconds that sandboxes outlive a server that is killed, for one on the same address to find them.",
         ),
     ] = 60.0,

@@ -13,6 +13,7 @@ Nobody but the node's user may enter `images/`, for a layer's set-id programs ar
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -28,6 +29,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO, cast
 
 from sandlot.api import ImageInfo
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, Unsupported
@@ -303,13 +305,79 @@ def export(paths: list[Path], base: Path, out: int, root: int) -> None:
             ):
                 for name, path in _merged(tops, "", below, over=True):
                     if path is not None:
-                        tar.add(path, name, recursive=False, filter=partial(_owned, root))
+                        _add(tar, path, name, root)
                     else:
                         mark = tarfile.TarInfo(name)
                         mark.mtime = int(time.time())
                         tar.addfile(mark, io.BytesIO())
     except PermissionError as error:
         raise unreadable(str(error.filename)) from error
+
+
+def _add(tar: tarfile.TarFile, path: Path, name: str, root: int) -> None:
+    """One file. A file with holes goes as what is in it, and where: a few bytes may span a terabyte."""
+    what = path.lstat()
+    if not stat.S_ISREG(what.st_mode) or what.st_blocks * 512 >= what.st_size:
+        tar.add(path, name, recursive=False, filter=partial(_owned, root))
+        return
+    with path.open("rb") as file:
+        info = _owned(root, tar.gettarinfo(arcname=name, fileobj=file))
+        if not info.isreg():  # another name of a file that is in already
+            tar.addfile(info)
+            return
+        spans = list(_spans(file.fileno(), info.size))
+        numbers = [len(spans), *(number for span in spans for number in span)]
+        table = "".join(f"{number}\n" for number in numbers).encode()
+        table += bytes(-len(table) % tarfile.BLOCKSIZE)
+        # GNU's form, version 1.0: the table of what is where comes first in the data.
+        info.pax_headers = {
+            "GNU.sparse.major": "1",
+            "GNU.sparse.minor": "0",
+            "GNU.sparse.name": name,
+            "GNU.sparse.realsize": str(info.size),
+        }
+        # For who does not know the form. Short and plain: a long one would come as another header, after the true name.
+        info.name = "GNUSparseFile.0/" + re.sub(r"[^!-~]", "_", path.name)[:50]
+        info.size = len(table) + sum(length for _, length in spans)
+        tar.addfile(info, cast(IO[bytes], _Packed(table, file, spans)))
+
+
+def _spans(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where a file holds data: offset and length. The last one is at its end, and may be empty."""
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            break
+        end = min(os.lseek(fd, start, os.SEEK_HOLE), size)
+        if start < size:
+            yield start, end - start
+    yield size, 0
+
+
+class _Packed:
+    """The spans of a file one after the other, and a table before them, to be read."""
+
+    def __init__(self, table: bytes, file: IO[bytes], spans: list[tuple[int, int]]) -> None:
+        self._rest = table
+        self._chunks = _chunks(file, spans)
+
+    def read(self, size: int) -> bytes:
+        while len(self._rest) < size and (chunk := next(self._chunks, b"")):
+            self._rest += chunk
+        found, self._rest = self._rest[:size], self._rest[size:]
+        return found
+
+
+def _chunks(file: IO[bytes], spans: list[tuple[int, int]]) -> Iterator[bytes]:
+    for start, length in spans:
+        file.seek(start)
+        while length > 0 and (chunk := file.read(min(length, 1 << 16))):
+            length -= len(chunk)
+            yield chunk
 
 
 def _owned(root: int, info: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -1,8 +1,10 @@
 """Files of a box, on descriptors that were opened inside it, as its own users see them.
 
 It owns the descriptors it asks for and closes them. It promises that no path, symlink or device leads out of the box
-or hangs the node: regular files only, opened non-blocking. A write is not atomic: the file is truncated and written in
-place, so a reader inside may see half of it. What does not fit in memory is not for `read` and `write`.
+or hangs the node: regular files only, opened non-blocking; and that nothing is written to the kernel's own, in /proc
+or /sys, which would take the node's word for more than that of anybody inside. A write is not atomic: the file is
+truncated and written in place, so a reader inside may see half of it. What does not fit in memory is not for `read` and
+`write`.
 
 A tree comes as a tar, which is passed on as it comes and unpacked inside, by the helper. Through descriptors alone it
 could not be: a root node's ids may make nothing in a box (its file system does not know them), and what the node writes
@@ -37,7 +39,7 @@ async def read(box: Box, path: str) -> bytes:
         fd = await box.open(_checked(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             size = _regular(fd, path).st_size
-            if size <= _INLINE_BYTES:  # a file of /proc too: it says 0 and holds more
+            if 0 < size <= _INLINE_BYTES:  # a file of /proc says 0, and may hold much and take long
                 return _read(fd, path)
             return await shielded(asyncio.to_thread(_read, fd, path))  # the thread uses the descriptor to its end
         finally:
@@ -167,6 +169,11 @@ def _explained(error: OSError, verb: str, path: str) -> SandlotError:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return InvalidRequest(
             f"could not {verb} {path}: the sandbox's disk is full", "raise its `disk` or `inodes` limit"
+        )
+    if number == errno.EOPNOTSUPP:
+        return InvalidRequest(
+            f"could not {verb} {path}: it is the kernel's own, as those in /proc and /sys are",
+            "write it with a command, which has the rights of the sandbox",
         )
     if number in (errno.ENXIO, errno.EAGAIN):
         return InvalidRequest(f"{path} is a device, pipe or socket, not a regular file")

@@ -139,6 +139,7 @@ class Live:
         "box",
         "busy",
         "changing",
+        "connections",
         "created_at",
         "ending",
         "env",
@@ -176,6 +177,7 @@ class Live:
         self.idle_timer: asyncio.TimerHandle | None = None
         self.lifetime_timer: asyncio.TimerHandle | None = None
         self.routes: list[Route] = []
+        self.connections: asgi.Room | None = None  # of all its routes together; None: it never had one
 
     def take(self, box: Box) -> None:
         """Its box from now on."""

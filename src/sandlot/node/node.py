@@ -148,6 +148,7 @@ class Node:
         self._tasks: set[asyncio.Future[Any]] = set()  # what else is to be waited for
         self._pruning: asyncio.Task[None] | None = None
         self._upstreams: httpx2.AsyncHTTPTransport | None = None
+        self._connections: asgi.Room | None = None  # on all routes of all sandboxes
         self._closing = False
 
     async def __aenter__(self) -> Node:
@@ -231,7 +232,9 @@ class Node:
         for listener, port, words in found.listeners:
             with suppress(ValidationError):
                 upstream = Upstream.model_validate_json(words)
-                live.routes.append(Route(port, upstream, await asgi.serve(listener, self._relay(upstream))))
+                live.routes.append(
+                    Route(port, upstream, await asgi.serve(listener, self._relay(upstream), room=self._room(live)))
+                )
 
     async def _sweep(self, ours: NodeDirectory) -> None:
         for dead in ours.abandoned():
@@ -476,7 +479,7 @@ class Node:
         with self._running(sandbox_id) as live:
             box = live.box
             async with deadline(STEP_SECONDS, f"listening on port {port} of sandbox {sandbox_id}"):
-                work = self._listen(box, port, target)
+                work = self._listen(live, box, port, target)
                 served = await self._step(live, f"listen on port {port} of sandbox {sandbox_id}", work)
             if live.box is box and not box.death.done():
                 live.routes.append(Route(port, target, served))
@@ -509,7 +512,7 @@ class Node:
             try:
                 while not live.ending and len(routes) < len(live.routes):  # one may come in addition meanwhile
                     port, target = live.routes[len(routes)].port, live.routes[len(routes)].target
-                    routes.append(Route(port, target, await self._listen(box, port, target)))
+                    routes.append(Route(port, target, await self._listen(live, box, port, target)))
                 if live.ending:  # whoever ends it sees to the box that it has, and not to another
                     raise await self._after_its_end(live)
             except BaseException as error:
@@ -767,7 +770,16 @@ class Node:
         self._died(live, live.box, live.box.death)
         return self._ended_error(live.id)
 
-    async def _listen(self, box: Box, port: int, target: Target) -> asgi.Served:
+    def _room(self, live: Live) -> asgi.Room:
+        """For connections on its routes. Each may cost two descriptors, for a relay has one of its own, and those of
+        all sandboxes together leave half of this process's."""
+        if self._connections is None:
+            self._connections = asgi.Room(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        if live.connections is None:
+            live.connections = asgi.Room(asgi.BOX_CONNECTIONS, self._connections)
+        return live.connections
+
+    async def _listen(self, live: Live, box: Box, port: int, target: Target) -> asgi.Served:
         asgi.require()
         note = None
         if isinstance(target, Upstream) and self._grace:
@@ -775,7 +787,7 @@ class Node:
         app = self._relay(target) if isinstance(target, Upstream) else target
         listener = await box.listen(port, note)
         try:
-            return await asgi.serve(listener, app)
+            return await asgi.serve(listener, app, room=self._room(live))
         except BaseException:
             listener.close()
             raise

@@ -177,6 +177,14 @@ async def test_a_warm_box_becomes_what_was_asked_for(warm: Node) -> None:
     await full(warm)
 
 
+async def test_a_warm_box_takes_more_memory_and_less(warm: Node) -> None:
+    if "memory" not in warm.driver.facts.controllers:  # type: ignore[attr-defined]
+        pytest.skip("no memory cgroup here")
+    for memory in ("4G", "1792M"):
+        await warm.create(SandboxSpec(limits=Limits.model_validate({"memory": memory})))
+    assert (warm._pool._kinds[0].hits, warm._pool._kinds[0].misses) == (2, 0)
+
+
 async def test_what_does_not_fit_is_made_anew(warm: Node) -> None:
     box = (await warm.create(SandboxSpec(hostname="other"))).id
     assert (await warm.run(box, sh("hostname"))).stdout == "other\n"
@@ -437,7 +445,7 @@ async def test_a_reset_that_cannot_listen_again_changes_nothing(fake: Node, monk
     box = (await fake.create(SandboxSpec())).id
     await fake.route(box, 8000, hello)
 
-    async def refuse(self: Node, box: Box, port: int, target: object) -> Any:
+    async def refuse(self: Node, live: Any, box: Box, port: int, target: object) -> Any:
         raise HostFault("no descriptors")
 
     with monkeypatch.context() as patch:

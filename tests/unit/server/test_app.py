@@ -81,12 +81,21 @@ async def test_wrong_words_are_named(http: httpx2.AsyncClient) -> None:
     assert "labels" in await create(labels=7)
     box = f"/v1/sandboxes/{(await http.post('/v1/sandboxes', json={})).json()['id']}"
     assert "argv" in fault(await http.post(f"{box}/run", json={"argv": []}), 400, "invalid")
+    json_type = {"content-type": "application/json"}
+    for text in (
+        '{"lifetime": "inf"}',
+        '{"idle_timeout": 1e400}',
+        '{"limits": {"cpus": "nan"}}',
+        '{"lifetime": 1e308}',
+    ):
+        fault(await http.post("/v1/sandboxes", content=text, headers=json_type), 400, "invalid")
+    timeout = '{"argv": ["true"], "timeout": 1e400}'
+    assert "timeout" in fault(await http.post(f"{box}/run", content=timeout, headers=json_type), 400, "invalid")
     assert "stdin" in fault(await http.post(f"{box}/run", json={"argv": ["cat"], "stdin": "%"}), 400, "invalid")
     assert "path" in fault(await http.get(f"{box}/files"), 400, "invalid")
     assert "port" in fault(await http.post(f"{box}/routes/70000", json={"url": "http://x"}), 400, "invalid")
     assert "url" in fault(await http.post(f"{box}/routes/80", json={"url": "file:///etc"}), 400, "invalid")
     assert "ending" in fault(await http.delete(box, params={"ending": "boredom"}), 400, "invalid")
-    json_type = {"content-type": "application/json"}
     assert "JSON" in fault(await http.post("/v1/sandboxes", content=b"{", headers=json_type), 400, "invalid")
     fault(await http.post("/v1/sandboxes", content=b"\xff\xfe", headers=json_type), 400, "invalid")
     assert "there is no GET /nowhere" in fault(await http.get("/nowhere"), 404, "not_found")

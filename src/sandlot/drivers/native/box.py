@@ -30,7 +30,7 @@ from sandlot.drivers.native.changes import changes_over
 from sandlot.drivers.native.ids import RANGE, HostIds, SubIds
 from sandlot.drivers.native.keep import Record
 from sandlot.drivers.native.plan import Plan
-from sandlot.drivers.native.trees import kernel, map_owners, open_tree
+from sandlot.drivers.native.trees import file_system, kernel, map_owners, open_tree
 from sandlot.drivers.native.wire import KILL_ONLY_ITSELF, Answer, Channel, Frame, Key, Value
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, StartFailed, Unsupported
 
@@ -38,6 +38,9 @@ from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, StartF
 REQUEST_SECONDS = 20.0
 # To copy or list what a box has written: gigabytes at the speed of a disk.
 COPY_SECONDS = 1800.0
+# Of a list of what a box has written, for the node to hold: bytes, and entries, each of which takes about a kilobyte in
+# the end.
+MOST_LISTED, MOST_CHANGES = 16 << 20, 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,9 @@ class NativeProcess:
         self._group = group
         self.pid = 0
         self.run_id = 0
+        # How many processes the kernel killed for memory while nothing else ran in the box, and while others did.
+        self.oom_kills, self.oom_kills_perhaps = 0, 0
+        self.killed = False  # by us
         self.exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> Exit:
@@ -92,6 +98,7 @@ class NativeProcess:
 
     async def kill_tree(self) -> None:
         if not self.exit.done():
+            self.killed = True
             # The process itself first: it may not have joined its cgroup yet. Its descendants were born in there.
             flags = 0 if self._group is None else KILL_ONLY_ITSELF
             with suppress(ProcessLookupError):
@@ -128,6 +135,7 @@ class NativeBox:
         self.host_network = False  # then a port inside is a port of the host
         self.losses: tuple[str, ...] = ()
         self.owners_mapped = True  # whether files of the image have their owners inside
+        self.unmapped: list[str] = []  # trees of the host whose file system cannot map them
         self.refused_ids = ""  # why the ids that are lent to this user could not be had after all
         self._sub_ids = sub_ids
         self._many_ids = ids is not None or sub_ids is not None  # whether there is another user than root inside
@@ -179,6 +187,7 @@ class NativeBox:
             fds += hold.fds
             self._held.add(run_id)
         process.run_id = run_id
+        self._count_oom()  # what was killed before it began is not its
         self._processes[run_id] = process
         try:
             try:
@@ -290,6 +299,11 @@ class NativeBox:
         finally:
             os.close(write)
             listed: bytes = await shielded(_result(reading))
+        if len(listed) > MOST_LISTED or listed.count(b"\0") > MOST_CHANGES:
+            raise InvalidRequest(
+                f"the changes of sandbox {self.id} are too many to list: more than {MOST_CHANGES}, or very long paths",
+                "make a snapshot and export it, or list them with a command",
+            )
         below = [Path(path) for path in (self.image.root, *self.image.layers)]
         # What the start of the box made is nobody's change: mount points, and the image's own directories.
         made = [*self._facts["mounts"], *(f"/{name}" for name, _ in self.image.directories)]
@@ -300,7 +314,7 @@ class NativeBox:
         of the box runs meanwhile. Raises Unsupported where owners cannot be written as the box sees them."""
         fds: list[int] = []
         try:
-            fds.extend(self._as_seen(path) for path in (target, *below))
+            fds.extend(self.as_seen(path) for path in (target, *below))
             async with self._standing_still():
                 what = "copying what was written"
                 answer = _succeeded(await self._work(Frame.COPY, what, fds), what)
@@ -321,7 +335,7 @@ class NativeBox:
             if not self.paused:
                 await shielded(self._stop(False))
 
-    def _as_seen(self, path: Path) -> int:
+    def as_seen(self, path: Path) -> int:
         """A directory of the host in which root inside may write, and whose owners are those that the box sees."""
         if self._base is None:
             return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -332,7 +346,7 @@ class NativeBox:
             return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=tree)
         except OSError as error:
             raise Unsupported(
-                f"snapshots cannot be written to {path.parent}: this kernel cannot map owners there",
+                f"snapshots cannot be written: {file_system(str(path.parent))} cannot map owners with this kernel",
                 "use Linux 5.12 or newer and a state directory on ext4, xfs or btrfs",
             ) from error
         finally:
@@ -488,7 +502,7 @@ class NativeBox:
                 parked=what.keeping.parked,
             )
             if not await self._borrow_ids():
-                self._write_maps(trees)
+                self._write_maps(trees, plan.sources)
             self._channel.send(Frame.MAPPED, 0, [])
             await self._next(Frame.READY)
             self._lives = True
@@ -626,7 +640,7 @@ class NativeBox:
             return False
         return True
 
-    def _write_maps(self, trees: list[int]) -> None:
+    def _write_maps(self, trees: list[int], sources: Sequence[str]) -> None:
         proc = f"/proc/{self._pid}"
         if self._base is None:
             for name, value in (
@@ -648,29 +662,39 @@ class NativeBox:
         user_namespace = os.open(f"{proc}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         try:
             last = len(trees) - self.host_network  # who resolves names is only read, and may be on a tmpfs
-            for tree in trees[lowers if kernel() < (5, 19) else 0 : last]:
-                map_owners(tree, user_namespace)
-            self.owners_mapped = kernel() >= (5, 19)  # before that overlayfs takes its layers only as they are
-        except OSError:  # a kernel or file system that cannot
-            self.owners_mapped = False
+            old = kernel() < (5, 19)  # before that overlayfs takes its layers only as they are
+            for tree, source in list(zip(trees, sources, strict=True))[lowers if old else 0 : last]:
+                try:
+                    map_owners(tree, user_namespace)
+                except OSError:  # a kernel or file system that cannot
+                    self.unmapped.append(source)
         finally:
             os.close(user_namespace)
+        image = {self.image.root, *self.image.layers, *(source for source, _ in self.image.binds)}
+        self.owners_mapped = not old and image.isdisjoint(self.unmapped)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def _exited(self, answer: Answer) -> None:
-        process = self._processes.pop(answer.id, None)
+        process = self._processes.get(answer.id)
         if process is None or process.exit.done():
+            self._processes.pop(answer.id, None)
             return
-        kills = self.group.oom_kills()
-        oom = kills > self._oom_seen
+        killed = answer.number(Key.SIGNAL) == signal.SIGKILL or answer.number(Key.STATUS) == 128 + signal.SIGKILL
         if not self._lives:  # told again to a node that adopts: which of them it was only its end can tell
-            oom = oom and (answer.number(Key.SIGNAL) == signal.SIGKILL or answer.number(Key.STATUS) == 137)
+            oom = killed and self.group.oom_kills() > self._oom_seen
         else:
-            self._oom_seen = kills
-        if oom and self._lives:
+            self._count_oom()
+            oom = process.oom_kills > 0
+            if not oom and killed and not process.killed and process.oom_kills_perhaps > 0:
+                oom = True
+                for other in self._processes.values():
+                    other.oom_kills_perhaps = max(0, other.oom_kills_perhaps - 1)
+        del self._processes[answer.id]
+        others = any(each.oom_kills or each.oom_kills_perhaps for each in self._processes.values())
+        if self._lives and self._facts["oom"] != self._oom_seen and not others:  # all of them have been told
             with suppress(HostFault):
-                self._write_record(oom=kills)
+                self._write_record(oom=self._oom_seen)
         error = answer.number(Key.ERRNO)
         process.exit.set_result(
             Exit(
@@ -682,6 +706,20 @@ class NativeBox:
                 oom=oom,
             )
         )
+
+    def _count_oom(self) -> None:
+        """Charge new kills for memory to who runs. The kernel counts those of the whole box: where several commands run
+        it is the one that is seen to end by such a kill, or nobody."""
+        kills = self.group.oom_kills()
+        new, self._oom_seen = kills - self._oom_seen, kills
+        if new <= 0:
+            return
+        alone = len(self._processes) == 1 and not self.group.outlived()
+        for process in self._processes.values():
+            if alone:
+                process.oom_kills += new
+            else:
+                process.oom_kills_perhaps += new
 
     async def _abandon(self) -> None:
         """End a box whose start did not come as far as our knowing PID 1, which may exist all the same."""
@@ -766,5 +804,10 @@ async def _result(task: asyncio.Task[bytes]) -> bytes:
 
 
 def _read_all(fd: int) -> bytes:
-    with os.fdopen(fd, "rb") as file:
-        return file.read()
+    """What comes until its end, and of more than MOST_LISTED a little more; the rest is let go by."""
+    kept = bytearray()
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        while chunk := file.read(1 << 16):
+            if len(kept) <= MOST_LISTED:
+                kept += chunk
+    return bytes(kept)

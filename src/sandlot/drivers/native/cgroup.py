@@ -122,6 +122,11 @@ class BoxGroup:
                     found[field_name] = int(text) if unit == 1 else int(text) / unit
         return found
 
+    def outlived(self) -> bool:
+        """Whether something lives on of runs that are over, as far as one can tell."""
+        self._left = [left for left in self._left if not left.remove()]
+        return bool(self._left)
+
     def make_run(self) -> RunGroup | None:
         """A cgroup for one run, where v2 offers `cgroup.kill`."""
         if self.runs is None:
@@ -348,8 +353,10 @@ class Cgroups:
                 kept |= self._limit(key, path, limits)
                 if self.controllers.get("memory") == ("v1" if key else "v2") and key in ("", "memory"):
                     group.count_oom(str(path / ("memory.oom_control" if key else "memory.events")))
-        except OSError as error:
+        except BaseException as error:
             group.remove()
+            if not isinstance(error, OSError):
+                raise
             raise StartFailed(
                 f"a cgroup for the sandbox could not be made at {error.filename}: {error.strerror}",
                 "see `cgroup.max.descendants` there, and whether the disk or memory is full",
@@ -405,6 +412,10 @@ class Cgroups:
             raise HostFault(f"the cgroup {left[0]} cannot be removed", "a process of it hangs in the kernel")
 
 
+# Microseconds of the clock in which a quota may be used. The least quota is one millisecond of them: api.LEAST_CPUS.
+_PERIOD = 100_000
+
+
 # (file, value, whether the limit stands without it). Swap is off: what is over the limit is killed, not paged.
 _Settings = dict[str, list[tuple[str, str, bool]]]
 
@@ -420,7 +431,7 @@ def _v2_settings(limits: Limits) -> _Settings:
     }
     settings["cpu"] = [("cpu.weight", str(limits.cpu_weight), False)]
     if limits.cpus is not None:
-        settings["cpu"] += [("cpu.max", f"{max(1000, int(limits.cpus * 100_000))} 100000", False)]
+        settings["cpu"] += [("cpu.max", f"{int(limits.cpus * _PERIOD)} {_PERIOD}", False)]
     return settings
 
 
@@ -428,6 +439,7 @@ def _v1_settings(limits: Limits) -> _Settings:
     memory = "-1" if limits.memory is None else str(limits.memory)
     settings: _Settings = {
         "memory": [
+            ("memory.memsw.limit_in_bytes", "-1", True),  # never below the other one: out of the way of a larger one
             ("memory.limit_in_bytes", memory, False),
             ("memory.memsw.limit_in_bytes", memory, True),
             ("memory.kmem.tcp.limit_in_bytes", memory, True),
@@ -438,8 +450,8 @@ def _v1_settings(limits: Limits) -> _Settings:
     # v1 counts shares of 1,024 where v2 counts weights of 100.
     settings["cpu"] = [("cpu.shares", str(max(2, limits.cpu_weight * 1024 // 100)), False)]
     if limits.cpus is not None:
-        quota = str(max(1000, int(limits.cpus * 100_000)))
-        settings["cpu"] += [("cpu.cfs_period_us", "100000", False), ("cpu.cfs_quota_us", quota, False)]
+        quota = str(int(limits.cpus * _PERIOD))
+        settings["cpu"] += [("cpu.cfs_period_us", str(_PERIOD), False), ("cpu.cfs_quota_us", quota, False)]
     return settings
 
 

@@ -82,6 +82,9 @@ async def probe(driver: NativeDriver) -> list[Capability]:
         if "sandlot-init" in error.message and error.hint:
             fix = error.hint
         return [kernel, Capability(name="sandboxes", state="impossible", found=error.message, fix=fix)]
-    await box.destroy(Ending.EXIT)
+    try:
+        await driver.try_out(box)
+    finally:
+        await box.destroy(Ending.EXIT)
     made = "made one: user, mount, pid, net, ipc, uts, cgroup namespaces"
     return [kernel, Capability(name="sandboxes", state="kept", found=made), *promises(driver.facts)]

@@ -27,6 +27,9 @@ _AUTOCLEAR = 4
 # struct loop_config: fd, block size, then struct loop_info64 with its flags in the 14th word, then reserved.
 _CONFIG = struct.Struct("=II 5Q 3I I 64x 64x 32x 2Q 8Q")
 _INODE_BYTES = 256  # the file system's own record of a file comes on top
+_BLOCK = 4096
+_GROUP = 8 * _BLOCK * _BLOCK  # bytes of a file system that share one block of bits for what is in use
+LEAST_BYTES = 8 << 20
 _ATTEMPTS = 64  # others may take the free device between the question and the answer
 
 
@@ -47,6 +50,13 @@ async def make(directory: Path, size: int, inodes: int, owner: int) -> int:
     fix = why_not()
     if fix is not None:
         raise Unsupported(f"this host cannot give a sandbox {size} bytes of disk, more than its memory", fix)
+    free = shutil.disk_usage(directory).free
+    if size > free:
+        raise Unsupported(f"a sandbox cannot have {size} bytes of disk: {directory} has {free} free", "ask for less")
+    # As many files as its groups can hold evenly, which is no more than was asked for unless that is too few for them.
+    groups = -(-(size + inodes * _INODE_BYTES) // _GROUP)
+    step = groups * (_BLOCK // _INODE_BYTES)
+    inodes = max(step, inodes // step * step)
     handle, name = tempfile.mkstemp(dir=directory, suffix=".ext4")
     try:
         try:
@@ -67,7 +77,7 @@ async def make(directory: Path, size: int, inodes: int, owner: int) -> int:
 
 
 async def _format(name: str, inodes: int, owner: int) -> None:
-    words = ("-q", "-F", "-t", "ext4", "-m", "0", "-O", "^has_journal", "-N", str(inodes))
+    words = ("-q", "-F", "-t", "ext4", "-m", "0", "-O", "^has_journal", "-b", str(_BLOCK), "-N", str(inodes))
     extended = f"nodiscard,lazy_itable_init=1,root_owner={owner}:{owner}"
     tool = shutil.which("mke2fs", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "mke2fs"
     async with deadline(FORMAT_SECONDS, "making a disk for a sandbox"):

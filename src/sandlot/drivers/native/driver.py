@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sandlot.aio import deadline, shielded
-from sandlot.api import Capability, Ending, ImageConfig, ImageInfo, SandboxSpec, Volume
+from sandlot.api import Capability, Ending, ImageConfig, ImageInfo, Profile, SandboxSpec, Volume
 from sandlot.drivers import layers
 from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Keeping, Remains, Spawn
 from sandlot.drivers.images import Image, Images
@@ -30,7 +30,7 @@ from sandlot.drivers.native.ids import HostIds, SubIds
 from sandlot.drivers.native.keep import Record, records
 from sandlot.drivers.native.plan import RESOLVER, Host, Plan, make_plan, most_files
 from sandlot.drivers.native.promises import LIMITED_BY, Facts, losses, promises
-from sandlot.drivers.native.trees import kernel, open_tree
+from sandlot.drivers.native.trees import file_system, kernel, open_tree
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandlotError, StartFailed, Unsupported
 
 HELPER = Path(__file__).parent / "bin" / "sandlot-init"
@@ -184,10 +184,17 @@ class NativeDriver:
                     files = await self._disk(spec, named, box)
                     if files is not None:
                         until_started.callback(os.close, files)
+                        refused += self._check_disk(files, spec, named)
                     plan = self.planner(spec, image, replace(self._host, disk=files is not None))
                     await box.start(Start(self._helper.runnable(), plan, files, tuple(locks), keeping))
                 self._learn(box)
-                box.lose(losses(self._facts_of(named), spec, image.config) + refused)
+                for volume in spec.volumes:
+                    if volume.source in box.unmapped and kernel() >= (5, 12):  # before that it is the kernel
+                        where = file_system(volume.source)
+                        refused += (
+                            f"file owners: files of a volume belong to nobody inside: {where} cannot map owners",
+                        )
+                box.lose(losses(self._facts_of(named), spec, image.config, files is not None) + refused)
             except BaseException:
                 await shielded(box.destroy(Ending.START_FAILED))
                 raise
@@ -234,8 +241,13 @@ class NativeDriver:
 
     def _learn(self, box: NativeBox) -> None:
         """What only the making of a box shows."""
+        shown = tuple(source for source, _ in box.image.binds)
+        if shown and shown != self.facts.shown:
+            self.facts = replace(self.facts, shown=shown)
         if box.owners_mapped is not self.facts.owners_mapped:
-            self.facts = replace(self.facts, owners_mapped=box.owners_mapped)
+            own = next((path for path in box.unmapped if path == box.image.root), next(iter(box.unmapped), ""))
+            where = file_system(own) if own and kernel() >= (5, 19) else ""
+            self.facts = replace(self.facts, owners_mapped=box.owners_mapped, unmapped=where)
         if box.refused_ids and self._sub_ids is not None:
             self._sub_ids = None
             self.facts = replace(self.facts, ids="one", ids_reason=f"the node is not root, and {box.refused_ids}")
@@ -459,6 +471,21 @@ class NativeDriver:
 
         return await checks.probe(self)
 
+    async def try_out(self, box: NativeBox) -> None:
+        """What a box in its memory does not show: whether one on the host's disk can be had, and snapshots written."""
+        if self.facts.disk_fix is None:
+            try:
+                os.close(await disk.make(self._directory, disk.LEAST_BYTES, 64, box.root_id))
+            except (OSError, SandlotError) as error:
+                fix = "see whether `mount -o loop` works for the node's user here, outside of it and as root"
+                self.facts = replace(self.facts, disk_fix=fix, disk_failure=str(error))
+        copies = next(path for path in self._layers.layer_path("").parents if path.is_dir())
+        try:
+            os.close(box.as_seen(copies))
+            self.facts = replace(self.facts, copies_unmapped="")
+        except (OSError, Unsupported):
+            self.facts = replace(self.facts, copies_unmapped=file_system(str(copies)))
+
     @property
     def has_root(self) -> bool:
         return self._ids is not None
@@ -529,7 +556,24 @@ class NativeDriver:
             refused.append(f"{promise}: the kernel does not take {value} for {name}")
         return tuple(refused)
 
+    def _check_disk(self, files: int, spec: SandboxSpec, named: frozenset[str]) -> tuple[str, ...]:
+        """A file system has so many files for its size at least."""
+        most = os.fstatvfs(files).f_files
+        if most <= spec.limits.inodes:
+            return ()
+        if "inodes" in named:
+            raise Unsupported(
+                f"a disk of {spec.limits.disk} bytes holds {most} files, more than the limit of {spec.limits.inodes}",
+                f"ask for a limit on inodes of {most} or more, or for a smaller disk",
+            )
+        return (f"disk limit: it holds {most} files, more than {spec.limits.inodes}",)
+
     def _check_limits(self, spec: SandboxSpec, named: frozenset[str], facts: Facts) -> None:
+        if spec.profile is Profile.STRICT and not facts.filtered:
+            raise Unsupported(
+                "the profile `strict` is a system call filter, and this processor's calls are not known here",
+                "use x86_64 or aarch64, or another profile and accept the loss",
+            )
         lost = {line.name: line for line in promises(facts) if line.state == "loss"} if named else {}
         for name, (_, promise) in LIMITED_BY.items():
             if name in named and promise in lost and getattr(spec.limits, name) is not None:

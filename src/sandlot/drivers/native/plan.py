@@ -249,6 +249,8 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     steps.append(Step(Do.HOSTNAME, spec.hostname))
 
     rlimits = [(resource.RLIMIT_NOFILE, spec.limits.open_files), (resource.RLIMIT_CORE, 0)]
+    # Of a node that may run at a better priority, or in real time, a box must not inherit that.
+    rlimits += [(kind, 0) for kind in (resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)]
     if not host.pids_by_cgroup:
         # Counted per user *namespace* by the kernel, so it holds for the box alone.
         rlimits.append((resource.RLIMIT_NPROC, spec.limits.pids))

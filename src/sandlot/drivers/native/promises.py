@@ -28,6 +28,7 @@ class Facts:
     ids: Literal["own", "shared", "one"]  # a range per box; one range for all boxes of this user; a single id
     ids_reason: str = ""  # why there is no more than that
     owners_mapped: bool = True
+    unmapped: str = ""  # where the files lie whose owners cannot be mapped; "": it is the kernel's age
     limits_namespaces: bool = True  # RLIMIT_NPROC holds for all users of a user namespace together: Linux 5.14
     directories_replaced: bool = True  # whether a directory of the image can be removed, and made anew
     controllers: Mapping[str, str] = field(default_factory=dict)  # memory, pids, cpu → "v1" or "v2"
@@ -35,6 +36,9 @@ class Facts:
     filtered: bool = True
     restricts_below: bool = True  # what is mounted below a read-only tree is made read-only too: Linux 5.12
     disk_fix: str | None = None  # what it takes to give a box a disk larger than its memory; None: it can be had
+    disk_failure: str = "no loop file can be mounted"
+    copies_unmapped: str = ""  # where snapshots lie, if owners cannot be written there as a box sees them
+    shown: tuple[str, ...] = ("/usr",)  # trees of the host that are in the image `host`
 
 
 def promises(facts: Facts) -> list[Capability]:
@@ -51,15 +55,31 @@ def promises(facts: Facts) -> list[Capability]:
 
     kept("network", "none but the ports that are routed")
     if own:
-        kept("user ids", "65,536 per sandbox, that no other has")
+        kept("user ids", "65,536 per sandbox, that no other of the nodes with this /run has")
     elif facts.ids == "shared":
         loss("user ids", "65,536, the same for all sandboxes of this user; root inside is the user outside", as_root)
     else:
         loss("user ids", f"one inside, which is the node's own outside: {facts.ids_reason}", as_root)
-    if facts.owners_mapped:
+    if not own:
+        loss("file owners", "what belongs to others than the node's user outside belongs to nobody inside", as_root)
+    elif facts.owners_mapped:
         kept("file owners", "as in the image and as written, inside; the node's own outside")
+    elif facts.unmapped:
+        loss(
+            "file owners",
+            f"files of the image belong to nobody inside: {facts.unmapped} cannot map owners",
+            "keep the state directory on ext4, xfs or btrfs",
+        )
     else:
         loss("file owners", "files of the image and of volumes belong to nobody inside", "use Linux 5.19 or newer")
+    if facts.copies_unmapped:
+        loss(
+            "snapshots",
+            f"refused: {facts.copies_unmapped} cannot map owners",
+            "use Linux 5.12 or newer and a state directory on ext4, xfs or btrfs",
+        )
+    else:
+        kept("snapshots", "files with their owners, as images to start from and to export")
     if facts.directories_replaced:
         kept("image directories", "can be moved, removed and made anew, like those of any disk")
     else:
@@ -68,8 +88,12 @@ def promises(facts: Facts) -> list[Capability]:
             "none can be removed and made anew, and no new one moved into one (EIO, EXDEV)",
             "use Linux 6.6 or newer, or ask for a disk larger than the memory",
         )
-    kept("files", "nothing of the host but /usr, read-only; no path leads out")
-    kept("processes", "only its own are seen, signalled or traced")
+    kept("files", f"nothing of the host but {' and '.join(facts.shown)}, read-only; no path leads out")
+    kept(
+        "processes",
+        "only its own are listed, signalled or traced; that others open or lock files of the host's /usr or of the "
+        "same volume can be seen",
+    )
     kept("privileges", "eleven capabilities in its own user namespace; none gained from files")
     if facts.filtered:
         kept("system call filter", "a deny list")
@@ -80,7 +104,9 @@ def promises(facts: Facts) -> list[Capability]:
         "run the node as root, or in a cgroup v2 that is delegated to it (`systemd-run --user --scope -p Delegate=yes`)"
     )
     if memory:
-        kept("memory limit", f"by a cgroup {memory}, files included")
+        kept(
+            "memory limit", f"by a cgroup {memory}, files included that are written inside, not those that are uploaded"
+        )
     else:
         loss("memory limit", "kept only for each process's own data: no memory cgroup can be made", cgroups)
     if memory == "v2":
@@ -100,10 +126,13 @@ def promises(facts: Facts) -> list[Capability]:
         loss("cpu limit", "no quota and no weight: no cpu cgroup can be made", cgroups)
     kept("disk limit", "by a tmpfs of its own, in bytes and inodes")
     if facts.disk_fix is None:
-        kept("disk beyond memory", "by a loop file with a file system of its own")
+        kept("disk beyond memory", "by a loop file with a file system of its own, which is not set aside beforehand")
     else:
-        loss("disk beyond memory", "refused: no loop file can be mounted", facts.disk_fix)
-    kept("open files limit", "by RLIMIT_NOFILE; terminals by a devpts of its own")
+        loss("disk beyond memory", f"refused: {facts.disk_failure}", facts.disk_fix)
+    kept(
+        "open files limit",
+        "by RLIMIT_NOFILE for each process, terminals by a devpts of its own; the host's table, fs.file-max, is all's",
+    )
     if own:
         kept("kernel objects", "inotify, message queues, pending signals are counted per sandbox")
     else:
@@ -127,24 +156,28 @@ def promises(facts: Facts) -> list[Capability]:
     return lines
 
 
-def losses(facts: Facts, spec: SandboxSpec, config: ImageConfig = NO_CONFIG) -> tuple[str, ...]:
+def losses(facts: Facts, spec: SandboxSpec, config: ImageConfig = NO_CONFIG, on_disk: bool = False) -> tuple[str, ...]:
     """What a box made from `spec` and an image of that `config` does not get, as `Info.losses` says it: "promise: what
-    is the case"."""
-    refused = ("disk beyond memory",)  # never a loss of a box that exists
+    is the case". `on_disk`: its files are not in its memory."""
+    without = {"disk beyond memory", "snapshots"}  # refused when it is asked for, never a loss of a box that exists
+    if on_disk:
+        without.add("image directories")  # a matter of tmpfs
     found = [
-        f"{line.name}: {line.found}" for line in promises(facts) if line.state == "loss" and line.name not in refused
+        f"{line.name}: {line.found}" for line in promises(facts) if line.state == "loss" and line.name not in without
     ]
     if spec.network == "host":
         found.append("network: the host's own, with its loopback addresses and abstract sockets; no sysfs")
     if spec.limits.memory is None:
         found = [loss for loss in found if not loss.startswith("memory limit:")]
     if any(not volume.read_only for volume in spec.volumes):
-        found.append("disk bandwidth: writes to a volume are not shared out between sandboxes")
+        found.append("disk bandwidth: writes to a volume are neither attributed nor shared out between sandboxes")
         if facts.ids == "own":
             found.append(
                 "privileges: set-id programs and file capabilities that it makes in a writable volume count on the "
                 "host, unless that file system is mounted nosuid"
             )
+    if on_disk:
+        found.append("disk bandwidth: writes to its disk are neither attributed nor shared out between sandboxes")
     if not facts.restricts_below and any(volume.read_only for volume in spec.volumes):
         found.append("files: what is mounted below a read-only volume can be written (Linux before 5.12)")
     if config.user and facts.ids == "one":

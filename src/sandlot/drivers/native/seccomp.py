@@ -96,6 +96,8 @@ _SETSOCKOPT = (54, 208)
 _MMAP = (9, 222)
 _MEMFD_CREATE = (319, 279)
 _PRLIMIT64 = (302, 261)
+_FCNTL = (72, 25)
+_IO_SETUP = (206, 0)
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
@@ -105,6 +107,10 @@ _X32_BIT = 0x40000000
 _NAMESPACE_FLAGS = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 # TIOCSTI and TIOCLINUX type into somebody else's terminal, TIOCSETD loads a line discipline.
 _TERMINAL_IOCTLS = (0x5412, 0x541C, 0x5423)
+# F_SETLEASE, F_SETDELEG: whoever has a lease on a file stops everybody who opens or runs it, for as long as the host's
+# lease-break-time, again and again; and for one on a file of the host's /usr it is enough to be root inside. File
+# servers ask for them, and do without where they are refused.
+_LEASES = (1024, 1040)
 
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 # Not AF_PACKET, AF_ALG, AF_VSOCK, AF_XDP, AF_KEY, AF_CAN, AF_TIPC, AF_BLUETOOTH, AF_RDS, AF_SMC and thirty others.
@@ -114,7 +120,9 @@ _NETLINK = (0, 4, 15)
 # Of internet sockets: stream, datagram, raw. Not SOCK_DCCP, not SOCK_SEQPACKET (SCTP), and not SOCK_PACKET, an old name
 # by which AF_INET becomes AF_PACKET.
 _INET_TYPES, _TYPE_BITS = (1, 2, 3), 0xF
-_INET_PROTOCOLS_DENIED = (33, 115, 132)  # DCCP, L2TP, SCTP
+# The usual one of a type, ICMP, TCP, UDP, ICMPv6. Not SMC, which turns a stream into another family's, MPTCP, UDP-Lite,
+# DCCP, L2TP, SCTP.
+_INET_PROTOCOLS = (0, 1, 6, 17, 58)
 # IPT_SO_SET_REPLACE (and IP6T_…), ARPT_SO_SET_REPLACE, EBT_SO_SET_ENTRIES at the levels of IPv4 and IPv6: tables of
 # netfilter are written through these, once more for every nested network namespace.
 _IP_LEVELS, _TABLE_OPTIONS = (0, 41), (64, 96, 128)
@@ -177,7 +185,7 @@ def _socket() -> _Code:
         (_AND, 0, 0, _TYPE_BITS),
         *_unless_in(_INET_TYPES, _refuse(errno.ESOCKTNOSUPPORT)),
         *_argument(2),
-        *_if_in(_INET_PROTOCOLS_DENIED, _refuse(errno.EPROTONOSUPPORT)),
+        *_unless_in(_INET_PROTOCOLS, _refuse(errno.EPROTONOSUPPORT)),  # upon which programs take TCP instead of MPTCP
     ]
 
 
@@ -185,6 +193,7 @@ def _socket() -> _Code:
 _LOOKED_AT: dict[str, tuple[tuple[int, int], _Code]] = {
     "mmap": (_MMAP, [*_argument(3), *_if_any(_MAP_HUGETLB, _refuse(errno.EPERM))]),
     "clone": (_CLONE, [*_argument(0), *_if_any(_NAMESPACE_FLAGS, _refuse(errno.EPERM))]),
+    "fcntl": (_FCNTL, [*_argument(1), *_if_in(_LEASES, _refuse(errno.EPERM))]),
     "ioctl": (_IOCTL, [*_argument(1), *_if_in(_TERMINAL_IOCTLS, _refuse(errno.EPERM))]),
     "socket": (_SOCKET, _socket()),
     "socketpair": (_SOCKETPAIR, [*_argument(0), *_unless_in((_AF_UNIX,), _refuse(errno.EAFNOSUPPORT))]),
@@ -199,6 +208,9 @@ _LOOKED_AT: dict[str, tuple[tuple[int, int], _Code]] = {
     # The first process is of the same user as root inside, who could otherwise leave it without descriptors.
     "prlimit64": (_PRLIMIT64, [*_argument(0), *_if_equal(1, _refuse(errno.EPERM))]),
     "clone3": (_CLONE3, _refuse(errno.ENOSYS)),
+    # The host has so many of these requests for all (fs.aio-max-nr), and one box could take them. ENOSYS is what a
+    # kernel without them says, and what databases take for an order to use threads.
+    "io_setup": (_IO_SETUP, _refuse(errno.ENOSYS)),
 }
 
 
@@ -264,9 +276,8 @@ def program(
     for name, (number, checks) in _LOOKED_AT.items():
         if name not in allow:
             out += _if_equal(number[column], [*checks, *_answer(_ALLOW)])
-    numbers = sorted(number[column] or -1 for name, number in calls.items() if name not in allow)
-    for denied in numbers:
-        if denied >= 0:
-            out += _if_equal(denied, _refuse(errno.EPERM))
+    numbers = (number[column] for name, number in calls.items() if name not in allow)
+    for denied in sorted(number for number in numbers if number is not None):
+        out += _if_equal(denied, _refuse(errno.EPERM))
     out += _answer(_ALLOW)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in out)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from sandlot.api import Ending, Limits, SandboxSpec, Volume
+from sandlot.api import Ending, Limits, Profile, SandboxSpec, Volume
 from sandlot.drivers.base import Spawn
 from sandlot.drivers.images import Image
 from sandlot.drivers.native import ids, seccomp
@@ -429,6 +429,31 @@ async def test_a_value_that_the_kernel_does_not_take_is_refused_if_it_was_asked_
     with pytest.raises(Unsupported, match="100000000 as a limit on pids"):
         await boxes(spec, frozenset({"pids"}))
     assert any("pids" in loss for loss in (await boxes(spec)).losses)
+
+
+async def test_a_create_that_fails_in_any_way_leaves_no_cgroup(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    await boxes()
+
+    def fails(*_: object) -> None:
+        raise OverflowError("a number that is none")
+
+    groups = boxes.driver.cgroups
+    before = sorted(path for parent in groups._parents.values() for path in parent.rglob("*") if path.is_dir())
+    with monkeypatch.context() as failing:
+        failing.setattr("sandlot.drivers.native.cgroup._v1_settings", fails)
+        failing.setattr("sandlot.drivers.native.cgroup._v2_settings", fails)
+        if groups._parents:
+            with pytest.raises(OverflowError):
+                await boxes()
+    assert sorted(path for parent in groups._parents.values() for path in parent.rglob("*") if path.is_dir()) == before
+
+
+async def test_a_profile_that_is_a_filter_is_refused_where_there_is_none(boxes: Boxes) -> None:
+    await boxes()
+    boxes.driver.facts = replace(boxes.driver.facts, filtered=False)
+    with pytest.raises(Unsupported, match="strict"):
+        await boxes(SandboxSpec(profile=Profile.STRICT))
+    assert any(loss.startswith("system call filter: ") for loss in (await boxes()).losses)
 
 
 def test_controllers_that_are_mounted_in_one_place_share_a_directory(tmp_path: Path) -> None:

@@ -2,22 +2,25 @@
 1. On a host that can make boxes it says so, having made one.
 2. Where user namespaces are refused it finds out by trying and names the command that fixes it.
 3. The advice fits the cause: a sysctl, AppArmor, a container's filter, a masked /proc, an old kernel.
-4. Without the helper it says how to get one.
+4. What a box in memory does not show is tried as well: a disk on the host's disk, a place for snapshots.
+5. Without the helper it says how to get one.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import sandlot
 from sandlot.api import SandboxSpec, Volume
-from sandlot.drivers.native import ids
+from sandlot.drivers.native import disk, ids
 from sandlot.drivers.native.checks import advice, probe
 from sandlot.drivers.native.driver import NativeDriver
-from sandlot.errors import Unsupported
+from sandlot.errors import HostFault, Unsupported
 from tests.support.native import Boxes, python
 
 REFUSED = "namespaces: user namespaces are refused on this host (run `sandlot doctor`)"
@@ -29,6 +32,53 @@ async def test_on_this_host_a_box_was_made(boxes: Boxes) -> None:
     assert found["network"].state == "kept"
     assert (found["user ids"].state == "kept") is (os.geteuid() == 0)
     assert all(line.fix for line in found.values() if line.state != "kept")
+
+
+async def test_a_disk_that_cannot_be_had_after_all_is_a_loss(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object) -> int:
+        raise HostFault("a disk for the sandbox could not be mounted: Operation not permitted")
+
+    monkeypatch.setattr(disk, "make", fails)
+    monkeypatch.setattr(disk, "why_not", lambda: None)
+    found = {line.name: line for line in await probe(boxes.driver)}["disk beyond memory"]
+    assert found.state == "loss"
+    assert ("not permitted" in found.found) is (os.geteuid() == 0)
+
+
+@pytest.fixture
+def unmappable(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a file system that cannot map owners."""
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts anything")
+    for name in ("lower", "upper", "work", "state"):
+        (tmp_path / name).mkdir()
+    options = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work"
+    mounted = subprocess.run(["mount", "-t", "overlay", "-o", options, "sandlot-test", tmp_path / "state"], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("there is no overlay on this file system")
+    yield tmp_path / "state"
+    subprocess.run(["umount", "-l", tmp_path / "state"], check=True)
+
+
+async def test_a_volume_that_cannot_map_owners_is_named_for_the_box_that_has_it(boxes: Boxes, unmappable: Path) -> None:
+    await boxes()
+    if not boxes.driver.facts.owners_mapped:
+        pytest.skip("no owners are mapped here")
+    box = await boxes(SandboxSpec(volumes=(Volume(source=str(unmappable), target="/data"),)))
+    (loss,) = (loss for loss in box.losses if loss.startswith("file owners: "))
+    assert "the overlay file system of " in loss
+    assert not any(loss.startswith("file owners: ") for loss in (await boxes()).losses)
+
+
+async def test_a_state_directory_that_cannot_map_owners_is_named(unmappable: Path) -> None:
+    (unmappable / "node").mkdir()
+    driver = NativeDriver(unmappable / "node")
+    found = {line.name: line for line in await probe(driver)}
+    await driver.close()
+    for name in ("file owners", "snapshots"):
+        assert found[name].state == "loss"
+        assert "the overlay file system of " in found[name].found
+        assert "ext4" in str(found[name].fix)
 
 
 # A box refuses nested user namespaces as a hardened host or a container does: there doctor looks at a real refusal.

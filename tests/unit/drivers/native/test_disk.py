@@ -51,7 +51,7 @@ async def test_it_holds_more_than_the_memory_and_ends_at_its_limit(boxes: Boxes,
     assert not ended.oom
     ended, output = await sh(box, "rm /root/*; i=0; while true > /tmp/f$i; do i=$((i+1)); done; echo $i")
     assert "No space left" in output
-    assert int(output.split()[-1]) <= 2100  # the file system rounds up to whole groups
+    assert int(output.split()[-1]) <= 2000
     await box.destroy(Ending.EXIT)
 
 
@@ -88,3 +88,27 @@ async def test_a_default_disk_stays_in_memory_however_little_that_is(boxes: Boxe
     before = backing_files()
     await boxes(SandboxSpec(limits=Limits(memory=32 << 20)))
     assert backing_files() == before
+
+
+@possible
+async def test_a_limit_on_files_that_its_size_does_not_allow_is_refused_if_it_was_asked_for(boxes: Boxes) -> None:
+    few = SandboxSpec(limits=Limits(memory=32 << 20, disk=1 << 30, inodes=64))
+    with pytest.raises(Unsupported, match="more than the limit of 64"):
+        await boxes(few, NAMED)
+    box = await boxes(few, frozenset({"disk"}))
+    assert any(loss.startswith("disk limit: it holds ") for loss in box.losses)
+
+
+@possible
+async def test_more_than_the_host_has_is_refused(boxes: Boxes, leaves_nothing: None) -> None:
+    with pytest.raises(Unsupported, match="free"):
+        await boxes(SandboxSpec(limits=Limits(memory=32 << 20, disk=1 << 49)), frozenset({"disk"}))
+
+
+@possible
+async def test_what_is_not_kept_of_such_a_disk_is_named(boxes: Boxes) -> None:
+    box = await boxes(SPEC, NAMED)
+    assert any(loss.startswith("disk bandwidth: writes to its disk ") for loss in box.losses)
+    assert not any(loss.startswith("image directories: ") for loss in box.losses)
+    box = await boxes()
+    assert not any(loss.startswith("disk bandwidth: ") for loss in box.losses)

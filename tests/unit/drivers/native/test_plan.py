@@ -66,7 +66,8 @@ def test_volumes_carry_their_rights() -> None:
 def test_a_limit_is_kept_once() -> None:
     spec = SandboxSpec(limits=Limits(pids=77, open_files=99), lifetime=1.5)
     by_cgroup = make_plan(spec, IMAGE, ROOT)
-    assert by_cgroup.rlimits == ((resource.RLIMIT_NOFILE, 99), (resource.RLIMIT_CORE, 0))
+    nothing = (resource.RLIMIT_CORE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
+    assert by_cgroup.rlimits == ((resource.RLIMIT_NOFILE, 99), *((kind, 0) for kind in nothing))
     assert (resource.RLIMIT_NPROC, 77) in make_plan(spec, IMAGE, USER).rlimits
     assert by_cgroup.lifetime_ms == 1500
 

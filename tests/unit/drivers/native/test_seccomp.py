@@ -82,13 +82,16 @@ REFUSED: dict[str, list[tuple[int, tuple[int, ...]]]] = {
         *((errno.EAFNOSUPPORT, (family, 1)) for family in (0, 3, 15, 17, 29, 30, 31, 38, 40, 44, 45)),
         *((errno.EPROTONOSUPPORT, (16, 3, protocol)) for protocol in (6, 9, 12, 16)),
         *((errno.ESOCKTNOSUPPORT, (family, kind | 0o2004000)) for family in (2, 10) for kind in (4, 5, 6, 10)),
-        *((errno.EPROTONOSUPPORT, (2, 1, protocol)) for protocol in (33, 115, 132)),
+        *((errno.EPROTONOSUPPORT, (2, 1, protocol)) for protocol in (33, 115, 132, 256, 262, 255)),
+        *((errno.EPROTONOSUPPORT, (family, 2, protocol)) for family in (2, 10) for protocol in (136, 256)),
     ],
     "socketpair": [(errno.EAFNOSUPPORT, (family, 1)) for family in (2, 30, 40)],
     "setsockopt": [(errno.EPERM, (0, level, option)) for level in (0, 41) for option in (64, 96, 128)],
     "mmap": [(errno.EPERM, (0, 4096, 3, 0x40022))],
     "memfd_create": [(errno.EPERM, (0, 4))],
     "prlimit64": [(errno.EPERM, (1,))],
+    "fcntl": [(errno.EPERM, (0, 1024, kind)) for kind in (0, 1, 2)] + [(errno.EPERM, (0, 1040))],
+    "io_setup": [(errno.ENOSYS, (128,))],
 }
 ALLOWED: dict[str, list[tuple[int, ...]]] = {
     "clone": [(17,), (0x3D0F00,)],
@@ -99,7 +102,9 @@ ALLOWED: dict[str, list[tuple[int, ...]]] = {
         (2, 3, 1),
         (2, 1, 6),
         (2, 2, 17),
-        (2, 1, 262),
+        (2, 2, 1),
+        (10, 2, 58),
+        (10, 1, 6),
         (16, 3, 0),
         (16, 2, 4),
         (16, 3, 15),
@@ -109,6 +114,7 @@ ALLOWED: dict[str, list[tuple[int, ...]]] = {
     "mmap": [(0, 4096, 3, 0x22)],
     "memfd_create": [(0, 3)],
     "prlimit64": [(0,), (7,)],
+    "fcntl": [(0, request) for request in (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1025, 1030, 1031, 1032, 1033)],
 }
 
 

@@ -8,12 +8,14 @@
 6. Nothing of a box leads the copy out of it.
 7. An export over the base is what a box made from the image sees; each path is in it once.
 8. What the node may not read is refused with its name: nothing is left out, nothing is told wrong.
-9. Layers are their user's alone; a damaged image is in nobody's way.
+9. A list of changes that is too long for a node is refused; an export is as long as what is in the files.
+10. Layers are their user's alone; a damaged image is in nobody's way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import shutil
 import stat
@@ -581,3 +583,45 @@ async def test_links_and_special_files_lead_the_copy_nowhere(boxes: Boxes) -> No
     info = await boxes.driver.snapshot(box, "links")
     second = await boxes(SandboxSpec(image=info.name))
     assert (await sh(second, "readlink /root/out /root/etc"))[1] == "/proc/1/root\n/etc\n"
+
+
+async def test_an_export_of_a_file_with_holes_is_as_long_as_what_is_in_it(boxes: Boxes, tmp_path: Path) -> None:
+    box = await boxes()
+    text = """cd /srv; truncate -s 3G hole; ln hole hole2; truncate -s 1M 'näme with a hole'
+    dd if=/dev/urandom of=middle bs=4096 count=3 seek=1000 status=none; truncate -s 100M middle
+    dd if=/dev/urandom of=start bs=5000 count=1 status=none; truncate -s 40M start
+    dd if=/dev/urandom of=end bs=777 count=1 seek=90000 status=none; echo plain > plain
+    chmod 640 middle; touch -d @1000000 middle; sha256sum middle start end plain näme*"""
+    said = (await sh(box, text))[1]
+    sums = {line.split("  ")[1]: line.split("  ")[0] for line in said.splitlines()}
+    assert len(sums) == 5
+    await boxes.driver.snapshot(box, "holes")
+    with (tmp_path / "tar").open("wb") as file:
+        await boxes.driver.export("holes", file.fileno())
+    assert (tmp_path / "tar").stat().st_size < 1 << 20
+    extracted = {"python": tmp_path / "python", "tar": tmp_path / "gnu"}
+    for path in extracted.values():
+        path.mkdir()
+    with tarfile.open(tmp_path / "tar") as tar:
+        tar.extractall(extracted["python"])
+    subprocess.run(["tar", "-xf", tmp_path / "tar", "-C", extracted["tar"]], check=True)
+    for top in extracted.values():
+        srv = top / "srv"
+        assert {name: hashlib.sha256((srv / name).read_bytes()).hexdigest() for name in sums} == sums
+        assert ((srv / "hole").stat().st_size, (srv / "hole2").stat().st_size) == (3 << 30, 3 << 30)
+        assert (srv / "hole").stat().st_ino == (srv / "hole2").stat().st_ino
+        middle = (srv / "middle").stat()
+        assert (stat.S_IMODE(middle.st_mode), middle.st_mtime, middle.st_blocks < 100) == (0o640, 1_000_000, True)
+        assert not list(top.glob("GNUSparse*"))
+
+
+async def test_more_changes_than_a_node_can_hold_are_refused(boxes: Boxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = await boxes()
+    await sh(box, "cd /srv; for i in $(seq 2000); do : > file-$i; done")
+    assert len(await box.changes()) == 2000
+    for name, most in (("MOST_LISTED", 10_000), ("MOST_CHANGES", 1000)):
+        with monkeypatch.context() as smaller, pytest.raises(InvalidRequest, match="too many to list"):
+            smaller.setattr(f"sandlot.drivers.native.box.{name}", most)
+            await box.changes()
+    await sh(box, "rm /srv/file-*")
+    assert await box.changes() == []
