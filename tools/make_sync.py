@@ -1,7 +1,7 @@
 """Write src/sandlot/sync.py, the blocking twin of sandbox.py. `--check` says whether it is up to date instead.
 
-Read from the syntax tree of `class Sandbox`: each public method becomes one that waits for the original on a loop in a
-background thread, with the same signature and docstring. Nothing in sync.py is kept by hand.
+Read from the syntax trees of `Sandbox` and `Shell`: each public method becomes one that waits for the original on a
+loop in a background thread, with the same signature and docstring. Nothing in sync.py is kept by hand.
 """
 
 from __future__ import annotations
@@ -29,8 +29,21 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, Profile, RunResult, Stats, Target, Volume
-from sandlot.sandbox import Sandbox
+from sandlot.api import (
+    Change,
+    ImageInfo,
+    Info,
+    Limits,
+    NodeAPI,
+    Profile,
+    RunResult,
+    ShellOutput,
+    ShellResult,
+    Stats,
+    Target,
+    Volume,
+)
+from sandlot.sandbox import Sandbox, Shell
 
 T = TypeVar("T")
 
@@ -99,6 +112,24 @@ class SyncSandbox:
         self.close()
 '''
 
+SHELL = '''
+
+class SyncShell:
+    """A bash in a sandbox, which keeps its directory, variables, functions, options and jobs."""
+
+    def __init__(self, inner: Shell) -> None:
+        """Use `SyncSandbox.shell`."""
+        self._inner = inner
+        self.id = inner.id
+        self.lacks = inner.lacks
+
+    def __enter__(self) -> SyncShell:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+'''
+
 
 def twin(method: ast.AsyncFunctionDef, source: list[str]) -> str:
     """The blocking form of one method, as source text."""
@@ -120,6 +151,9 @@ def twin(method: ast.AsyncFunctionDef, source: list[str]) -> str:
     if returns == "list[Sandbox]":
         waited = f"[SyncSandbox(each) for each in {waited}]"
         head = [line.replace("-> list[Sandbox]:", "-> list[SyncSandbox]:") for line in head]
+    if returns == "Shell":
+        waited = f"SyncShell({waited})"
+        head = [line.replace("-> Shell:", "-> SyncShell:") for line in head]
     lines = ["    @classmethod"] if is_class else []
     return "\n".join([*lines, *head, f"        {'' if returns == 'None' else 'return '}{waited}"])
 
@@ -127,9 +161,14 @@ def twin(method: ast.AsyncFunctionDef, source: list[str]) -> str:
 def generated() -> str:
     text = SOURCE.read_text()
     tree = ast.parse(text)
-    sandbox = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Sandbox")
-    methods = [node for node in sandbox.body if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"]
-    return HEAD + "".join(f"\n{twin(method, text.splitlines())}\n" for method in methods)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    parts = []
+    for head, name in ((HEAD, "Sandbox"), (SHELL, "Shell")):
+        methods = [
+            node for node in classes[name].body if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"
+        ]
+        parts += [head, *(f"\n{twin(method, text.splitlines())}\n" for method in methods)]
+    return "".join(parts)
 
 
 def main() -> int:

@@ -17,18 +17,19 @@ if typing.TYPE_CHECKING:
         Run,
         RunResult,
         SandboxSpec,
+        ShellResult,
         Upstream,
         Volume,
     )
     from sandlot.errors import SandlotError
-    from sandlot.sandbox import Sandbox, open_node
-    from sandlot.sync import SyncSandbox
+    from sandlot.sandbox import Sandbox, Shell, open_node
+    from sandlot.sync import SyncSandbox, SyncShell
 else:
     _HOMES = {
-        "api": "Ending Info Limits NodeAPI Output Run RunResult SandboxSpec Upstream Volume",
+        "api": "Ending Info Limits NodeAPI Output Run RunResult SandboxSpec ShellResult Upstream Volume",
         "errors": "SandlotError",
-        "sandbox": "Sandbox open_node",
-        "sync": "SyncSandbox",
+        "sandbox": "Sandbox Shell open_node",
+        "sync": "SyncSandbox SyncShell",
     }
 
     def __getattr__(name):
@@ -55,7 +56,10 @@ __all__ = [
     "Sandbox",
     "SandboxSpec",
     "SandlotError",
+    "Shell",
+    "ShellResult",
     "SyncSandbox",
+    "SyncShell",
     "Upstream",
     "Volume",
     "__version__",

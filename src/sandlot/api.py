@@ -66,6 +66,9 @@ LEAST_DISK = 4096
 # What a node is willing to hold of one stream of a command: what is larger belongs in a file.
 MOST_OUTPUT = 64 << 20
 
+# Bytes of text that a shell takes at once; what is longer is a file to be sourced.
+MOST_TEXT = 16 << 20
+
 # Each volume is a mount that every start of a box makes; a spec that asks for more than this is a mistake.
 MOST_VOLUMES = 32
 
@@ -294,6 +297,48 @@ class RunResult(Model):
         return self.err.text
 
 
+class ShellSpec(Model):
+    """A shell that is asked for."""
+
+    cwd: str | None = Field(default=None, description="None: the sandbox's")
+    env: dict[str, str] = Field(default_factory=dict, description="added to the sandbox's environment")
+    user: int | None = Field(default=None, ge=0, le=65_535, description="as for a run")
+
+
+class ShellInfo(Model):
+    """A shell of a sandbox."""
+
+    id: str
+    cwd: str = Field(description="where it was after its last command")
+    running: str | None = Field(default=None, description="the id of the command that runs in it")
+    ended: bool = False
+    lacks: tuple[str, ...] = Field(default=(), description="what it cannot do here, a sentence each")
+
+
+class ShellRun(Model):
+    """A text for a shell, as a person would type it."""
+
+    command: str = Field(max_length=MOST_TEXT, description="sourced as it is: nothing is quoted, nothing is expanded")
+    stdin: Binary = Field(default=b"", description="bytes on standard input; base64 in JSON")
+    timeout: float | None = Field(default=300.0, gt=0, description="seconds; at the end it is interrupted, then killed")
+    output_cap: Bytes | None = Field(default=None, le=MOST_OUTPUT, description="as for a run")
+    queue: bool = Field(default=False, description="wait for a command that runs there, instead of being refused")
+
+    @field_validator("command")
+    @classmethod
+    def _a_text(cls, text: str) -> str:
+        if "\0" in text:
+            raise ValueError("a shell's text cannot hold a NUL byte")
+        return text
+
+
+class ShellOutput(Model):
+    """What a finished command of a shell and its children in the background have written so far."""
+
+    out: Output
+    err: Output
+
+
 class ShellResult(RunResult):
     """How a text went that a shell ran. What its children in the background write later is not in it."""
 
@@ -439,6 +484,32 @@ class NodeAPI(Protocol):
 
     async def run(self, sandbox_id: str, run: Run) -> RunResult:
         """Run a command to its end. If the sandbox ends meanwhile, SandboxEnded."""
+        ...
+
+    async def open_shell(self, sandbox_id: str, spec: ShellSpec = ShellSpec()) -> ShellInfo:  # noqa: B008
+        """A bash that lives on between commands, with its directory, variables, functions and jobs; `sh` where there is
+        none. Raises InvalidRequest (no such directory, no shell in the image)."""
+        ...
+
+    async def shells(self, sandbox_id: str) -> list[ShellInfo]:
+        """Its shells, the ended ones that nobody has closed too."""
+        ...
+
+    async def run_in_shell(self, sandbox_id: str, shell_id: str, run: ShellRun) -> ShellResult:
+        """Run a text to its end. Raises Conflict: a command runs there already, or the shell has ended; NotFound."""
+        ...
+
+    async def shell_output(self, sandbox_id: str, shell_id: str, command_id: str) -> ShellOutput:
+        """What a finished command with children in the background has written so far. Raises NotFound: it had none, or
+        that was too long ago."""
+        ...
+
+    async def interrupt_shell(self, sandbox_id: str, shell_id: str) -> bool:
+        """End what runs there as ^C does, then less politely; the shell goes on. False: nothing ran."""
+        ...
+
+    async def close_shell(self, sandbox_id: str, shell_id: str) -> None:
+        """End it with all that runs in it. Idempotent."""
         ...
 
     async def read_file(self, sandbox_id: str, path: str) -> bytes:

@@ -35,6 +35,11 @@ from sandlot.api import (
     RunResult,
     SandboxSpec,
     Scope,
+    ShellInfo,
+    ShellOutput,
+    ShellResult,
+    ShellRun,
+    ShellSpec,
     Stats,
     Target,
     Upstream,
@@ -79,6 +84,12 @@ _IMAGES = TypeAdapter(list[ImageInfo])
 _CHANGES = TypeAdapter(list[Change])
 _POOLS = TypeAdapter(list[PoolInfo])
 _RESULT = TypeAdapter(RunResult)
+_SHELL = TypeAdapter(ShellInfo)
+_SHELLS = TypeAdapter(list[ShellInfo])
+_SHELL_RUN = TypeAdapter(ShellRun)
+_SHELL_RESULT = TypeAdapter(ShellResult)
+_SHELL_OUTPUT = TypeAdapter(ShellOutput)
+_BOOL = TypeAdapter(bool)
 _CAPABILITIES = TypeAdapter(list[Capability])
 _COUNTS = TypeAdapter(dict[str, int])
 
@@ -210,6 +221,35 @@ class HttpNode:
                     raise
             await asyncio.sleep(_AWAY_STEP)  # nobody can say when a server that is gone will be back
 
+    async def open_shell(self, sandbox_id: str, spec: ShellSpec = ShellSpec()) -> ShellInfo:  # noqa: B008
+        content = spec.model_dump_json(exclude_unset=True)
+        return await self._call(
+            "POST", _path(sandbox_id, "shells"), _SHELL, f"opening a shell in {sandbox_id}", content=content
+        )
+
+    async def shells(self, sandbox_id: str) -> list[ShellInfo]:
+        return await self._call("GET", _path(sandbox_id, "shells"), _SHELLS, f"listing the shells of {sandbox_id}")
+
+    async def run_in_shell(self, sandbox_id: str, shell_id: str, run: ShellRun) -> ShellResult:
+        # In a queue it may wait for as long as those before it take.
+        seconds = None if run.timeout is None or run.queue else run.timeout + 2 * _STEP_SECONDS
+        content = to_json(_SHELL_RUN, run, only_set=True)
+        path = _shell_path(sandbox_id, shell_id, "run")
+        return await self._call(
+            "POST", path, _SHELL_RESULT, f"running a text in shell {shell_id}", seconds, content=content
+        )
+
+    async def shell_output(self, sandbox_id: str, shell_id: str, command_id: str) -> ShellOutput:
+        path = _shell_path(sandbox_id, shell_id, f"commands/{quote(command_id, safe='')}")
+        return await self._call("GET", path, _SHELL_OUTPUT, f"asking what command {command_id} wrote")
+
+    async def interrupt_shell(self, sandbox_id: str, shell_id: str) -> bool:
+        path = _shell_path(sandbox_id, shell_id, "interrupt")
+        return await self._call("POST", path, _BOOL, f"interrupting shell {shell_id}")
+
+    async def close_shell(self, sandbox_id: str, shell_id: str) -> None:
+        await self._send("DELETE", _shell_path(sandbox_id, shell_id), f"closing shell {shell_id}")
+
     async def read_file(self, sandbox_id: str, path: str) -> bytes:
         return await self._send("GET", _file_path(sandbox_id, path), f"reading {path} of {sandbox_id}")
 
@@ -323,6 +363,10 @@ def _refusal(response: httpx2.Response) -> SandlotError:
 
 def _path(sandbox_id: str, rest: str = "") -> str:
     return f"/v1/sandboxes/{quote(sandbox_id, safe='')}" + (f"/{rest}" if rest else "")
+
+
+def _shell_path(sandbox_id: str, shell_id: str, rest: str = "") -> str:
+    return _path(sandbox_id, f"shells/{quote(shell_id, safe='')}") + (f"/{rest}" if rest else "")
 
 
 def _file_path(sandbox_id: str, path: str) -> str:

@@ -26,6 +26,11 @@ from sandlot.api import (
     Run,
     RunResult,
     SandboxSpec,
+    ShellInfo,
+    ShellOutput,
+    ShellResult,
+    ShellRun,
+    ShellSpec,
     Stats,
     Target,
     Volume,
@@ -142,6 +147,17 @@ class Sandbox:
             raise invalid(error) from None
         return await self._node.run(self.id, run)
 
+    async def shell(
+        self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: int | None = None
+    ) -> Shell:
+        """A bash that lives on between commands; `sh` where the image has none, and then `lacks` says what it cannot.
+        A reset of the sandbox ends it."""
+        try:
+            spec = ShellSpec(cwd=cwd, env={**self._routed_env, **(env or {})}, user=user)
+        except ValidationError as error:
+            raise invalid(error) from None
+        return Shell(self._node, self.id, await self._node.open_shell(self.id, spec))
+
     async def read_file(self, path: str) -> bytes:
         """The bytes of a regular file inside, up to 64 MiB. `path` is absolute."""
         return await self._node.read_file(self.id, path)
@@ -202,6 +218,65 @@ class Sandbox:
     async def close(self) -> Info:
         """End it; idempotent. On return no process of it is left."""
         return await self._node.destroy(self.id)
+
+
+class Shell:
+    """A bash in a sandbox, which keeps its directory, variables, functions, options and jobs:
+
+    `shell = await box.shell(); await shell.run("cd /src"); print((await shell.run("pwd")).stdout)`
+    """
+
+    def __init__(self, node: NodeAPI, sandbox_id: str, info: ShellInfo) -> None:
+        """Use `Sandbox.shell`."""
+        self.id = info.id
+        self.lacks = info.lacks
+        self._node = node
+        self._sandbox_id = sandbox_id
+
+    async def __aenter__(self) -> Shell:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def run(
+        self,
+        command: str,
+        *,
+        stdin: bytes | str = b"",
+        timeout: float | None = 300.0,
+        output_cap: int | None = None,
+        queue: bool = False,
+    ) -> ShellResult:
+        """Run a text as if it was typed, to its end: no quoting, any number of lines.
+
+        At its timeout it is interrupted as by ^C, then killed, and the shell goes on. `exit` and `exec` end the shell,
+        and `ended` says so. Raises Conflict when another text runs, unless it may `queue`, or the shell has ended.
+        """
+        try:
+            run = ShellRun(
+                command=command,
+                stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+                timeout=timeout,
+                output_cap=output_cap,
+                queue=queue,
+            )
+        except ValidationError as error:
+            raise invalid(error) from None
+        return await self._node.run_in_shell(self._sandbox_id, self.id, run)
+
+    async def output(self, command_id: str) -> ShellOutput:
+        """What a finished command and its children in the background have written so far, by `ShellResult.id`. Raises
+        NotFound: it had no such children, or that was too long ago."""
+        return await self._node.shell_output(self._sandbox_id, self.id, command_id)
+
+    async def interrupt(self) -> bool:
+        """End what runs, as ^C does, then less politely; the shell goes on. False: nothing ran."""
+        return await self._node.interrupt_shell(self._sandbox_id, self.id)
+
+    async def close(self) -> None:
+        """End it with all that runs in it; idempotent."""
+        await self._node.close_shell(self._sandbox_id, self.id)
 
 
 async def open_node(

@@ -14,8 +14,21 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from sandlot.api import Change, ImageInfo, Info, Limits, NodeAPI, Profile, RunResult, Stats, Target, Volume
-from sandlot.sandbox import Sandbox
+from sandlot.api import (
+    Change,
+    ImageInfo,
+    Info,
+    Limits,
+    NodeAPI,
+    Profile,
+    RunResult,
+    ShellOutput,
+    ShellResult,
+    Stats,
+    Target,
+    Volume,
+)
+from sandlot.sandbox import Sandbox, Shell
 
 T = TypeVar("T")
 
@@ -176,6 +189,19 @@ class SyncSandbox:
             )
         )
 
+    def shell(
+        self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: int | None = None
+    ) -> SyncShell:
+        """A bash that lives on between commands; `sh` where the image has none, and then `lacks` says what it cannot.
+        A reset of the sandbox ends it."""
+        return SyncShell(_wait(
+            self._inner.shell(
+                cwd=cwd,
+                env=env,
+                user=user,
+            )
+        ))
+
     def read_file(self, path: str) -> bytes:
         """The bytes of a regular file inside, up to 64 MiB. `path` is absolute."""
         return _wait(
@@ -266,5 +292,66 @@ class SyncSandbox:
     def close(self) -> Info:
         """End it; idempotent. On return no process of it is left."""
         return _wait(
+            self._inner.close()
+        )
+
+
+class SyncShell:
+    """A bash in a sandbox, which keeps its directory, variables, functions, options and jobs."""
+
+    def __init__(self, inner: Shell) -> None:
+        """Use `SyncSandbox.shell`."""
+        self._inner = inner
+        self.id = inner.id
+        self.lacks = inner.lacks
+
+    def __enter__(self) -> SyncShell:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        command: str,
+        *,
+        stdin: bytes | str = b"",
+        timeout: float | None = 300.0,
+        output_cap: int | None = None,
+        queue: bool = False,
+    ) -> ShellResult:
+        """Run a text as if it was typed, to its end: no quoting, any number of lines.
+
+        At its timeout it is interrupted as by ^C, then killed, and the shell goes on. `exit` and `exec` end the shell,
+        and `ended` says so. Raises Conflict when another text runs, unless it may `queue`, or the shell has ended.
+        """
+        return _wait(
+            self._inner.run(
+                command,
+                stdin=stdin,
+                timeout=timeout,
+                output_cap=output_cap,
+                queue=queue,
+            )
+        )
+
+    def output(self, command_id: str) -> ShellOutput:
+        """What a finished command and its children in the background have written so far, by `ShellResult.id`. Raises
+        NotFound: it had no such children, or that was too long ago."""
+        return _wait(
+            self._inner.output(
+                command_id,
+            )
+        )
+
+    def interrupt(self) -> bool:
+        """End what runs, as ^C does, then less politely; the shell goes on. False: nothing ran."""
+        return _wait(
+            self._inner.interrupt()
+        )
+
+    def close(self) -> None:
+        """End it with all that runs in it; idempotent."""
+        _wait(
             self._inner.close()
         )

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import sandlot
-from sandlot import Limits, Sandbox, SyncSandbox
+from sandlot import Limits, Sandbox, Shell, SyncSandbox, SyncShell
 from sandlot.drivers.base import NOT_KEPT, Keeping
 from sandlot.drivers.fake import FakeDriver
 from sandlot.errors import InvalidRequest, NotFound, SandboxEnded
@@ -118,11 +118,12 @@ async def test_a_route_is_in_the_environment_of_later_runs(node: Node) -> None:
 def test_the_blocking_twin_is_what_the_generator_writes() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools/make_sync.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    public = {name for name in vars(Sandbox) if not name.startswith("_")}
-    assert public == {name for name in vars(SyncSandbox) if not name.startswith("_")}
-    for name in public:
-        original, twin = (inspect.signature(getattr(kind, name)) for kind in (Sandbox, SyncSandbox))
-        assert original.parameters == twin.parameters
+    for pair in ((Sandbox, SyncSandbox), (Shell, SyncShell)):
+        names, twins = ({name for name in vars(kind) if not name.startswith("_")} for kind in pair)
+        assert names == twins
+        for name in names:
+            original, twin = (inspect.signature(getattr(kind, name)) for kind in pair)
+            assert original.parameters == twin.parameters
 
 
 def test_the_readme_example_prints_what_it_should(native_reason: str | None) -> None:

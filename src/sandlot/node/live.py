@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sandlot import asgi
-from sandlot.api import Info, Run, SandboxSpec, Target
+from sandlot.api import Info, Run, SandboxSpec, ShellSpec, Target
 from sandlot.drivers.base import Box, Process
 from sandlot.node.keyed import KeyedRuns
+from sandlot.node.shell import Shell
 from sandlot.node.streams import Stream
 
 # What a command finds in its environment before the sandbox's own and the run's are added.
@@ -151,6 +152,7 @@ class Live:
         "lifetime_timer",
         "named",
         "routes",
+        "shells",
         "spec",
     )
 
@@ -178,14 +180,15 @@ class Live:
         self.lifetime_timer: asyncio.TimerHandle | None = None
         self.routes: list[Route] = []
         self.connections: asgi.Room | None = None  # of all its routes together; None: it never had one
+        self.shells: dict[str, Shell] = {}
 
     def take(self, box: Box) -> None:
         """Its box from now on."""
         self.box = box
         self.env = {"PATH": _PATH, "LANG": "C.UTF-8", **box.config.env, **self.spec.env}
 
-    def place(self, run: Run) -> tuple[int, str, dict[str, str]]:
-        """Who runs a command, where, and in what environment: as the run says, else the sandbox, else the image."""
+    def place(self, run: Run | ShellSpec) -> tuple[int, str, dict[str, str]]:
+        """Who runs it, where, and in what environment: as it says itself, else the sandbox, else the image."""
         config = self.box.config
         user = run.user if run.user is not None else config.user or 0
         home = "/root" if user == 0 else "/"  # which is closed to all but its owner

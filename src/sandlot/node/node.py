@@ -45,6 +45,11 @@ from sandlot.api import (
     Run,
     RunResult,
     SandboxSpec,
+    ShellInfo,
+    ShellOutput,
+    ShellResult,
+    ShellRun,
+    ShellSpec,
     Stats,
     Target,
     Upstream,
@@ -57,6 +62,7 @@ from sandlot.node import files
 from sandlot.node.ledger import Ledger, NodeDirectory
 from sandlot.node.live import About, Command, Live, Note, Route, clock
 from sandlot.node.pool import Pool
+from sandlot.node.shell import Shell
 from sandlot.node.streams import Stream, input_file
 
 if TYPE_CHECKING:
@@ -85,6 +91,9 @@ ENDED_KEPT = 100_000
 # Copying what a sandbox has written takes as long as the disk takes.
 COPY_SECONDS = 1800.0
 MOST_FORKS = 1000
+
+# Each costs the node some ten descriptors.
+MOST_SHELLS = 1000
 
 _PAST = {
     Ending.EXIT: ("was closed by its owner", None),
@@ -456,6 +465,63 @@ class Node:
             cpu_seconds=ended.cpu_seconds,
         )
 
+    async def open_shell(self, sandbox_id: str, spec: ShellSpec = ShellSpec()) -> ShellInfo:  # noqa: B008
+        live = self._running(sandbox_id)
+        with live:
+            if len(live.shells) >= MOST_SHELLS:
+                raise Conflict(f"sandbox {sandbox_id} has {MOST_SHELLS} shells already", "close some")
+            user, cwd, env = live.place(spec)
+            box = live.box
+            opening = Shell.open(box, env, cwd, user)
+            shell = await self._step(live, f"open a shell in sandbox {sandbox_id}", opening)
+            if live.box is not box or box.death.done():
+                await shell.close()
+                raise Conflict(f"sandbox {sandbox_id} was reset or ended meanwhile")
+            live.shells[shell.id] = shell
+            return shell.info()
+
+    async def shells(self, sandbox_id: str) -> list[ShellInfo]:
+        return [shell.info() for shell in self._running(sandbox_id).shells.values()]
+
+    async def run_in_shell(self, sandbox_id: str, shell_id: str, run: ShellRun) -> ShellResult:
+        live = self._running(sandbox_id)
+        shell = self._shell(live, shell_id)
+        cap = live.spec.limits.output if run.output_cap is None else run.output_cap
+        with live:
+            box = live.box
+            work = shell.run(run.command, timeout=run.timeout, cap=cap, stdin=run.stdin, queue=run.queue)
+            result = await self._step(live, f"run a text in shell {shell_id} of sandbox {sandbox_id}", work)
+            if result.ended and live.box is not box:
+                raise Conflict(f"sandbox {sandbox_id} was reset while a text ran in it")
+            if result.ended and box.death.done():
+                raise self._lost(live)
+            return result
+
+    async def shell_output(self, sandbox_id: str, shell_id: str, command_id: str) -> ShellOutput:
+        found = self._shell(self._running(sandbox_id), shell_id).background(command_id)
+        if found is None:
+            raise NotFound(f"command {command_id} has left nothing in the background, or that was too long ago")
+        return ShellOutput(out=found[0], err=found[1])
+
+    async def interrupt_shell(self, sandbox_id: str, shell_id: str) -> bool:
+        live = self._running(sandbox_id)
+        with live:
+            work = self._shell(live, shell_id).interrupt()
+            return await self._step(live, f"interrupt shell {shell_id} of sandbox {sandbox_id}", work)
+
+    async def close_shell(self, sandbox_id: str, shell_id: str) -> None:
+        shell = self._running(sandbox_id).shells.pop(shell_id, None)
+        if shell is not None:
+            await shielded(shell.close())
+
+    def _shell(self, live: Live, shell_id: str) -> Shell:
+        shell = live.shells.get(shell_id)
+        if shell is None:
+            raise NotFound(
+                f"sandbox {live.id} has no shell {shell_id}", "a reset ends shells, and a new server has none: open one"
+            )
+        return shell
+
     async def read_file(self, sandbox_id: str, path: str) -> bytes:
         live = self._running(sandbox_id)  # and not `with`: to look at it is not work
         async with deadline(STEP_SECONDS, f"reading {path} of sandbox {sandbox_id}"):
@@ -530,6 +596,7 @@ class Node:
             for route in before:
                 route.served.close()
             held = live.keyed.clear()  # of the box that ends
+            self._close_shells(live)
             async with deadline(STEP_SECONDS, f"ending what ran in sandbox {live.id}"):
                 await old.destroy(Ending.EXIT)
             for process in held:
@@ -709,9 +776,16 @@ class Node:
             route.served.close()
         for process in live.keyed.clear():
             self._in_background(process.release())
+        self._close_shells(live)
         if live.spec.image != "host":
             self._prune_soon()
         self._record_end(live.info(), death)
+
+    def _close_shells(self, live: Live) -> None:
+        """Of a box that is dead, or about to be."""
+        for shell in live.shells.values():
+            self._in_background(shell.close())
+        live.shells.clear()
 
     def _record_end(self, info: Info, death: Death) -> None:
         now = time.time()

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from sandlot.aio import deadline, shielded
-from sandlot.api import Output, ShellResult
+from sandlot.api import Output, ShellInfo, ShellResult
 from sandlot.drivers.base import Box, Exit, Process, Spawn
 from sandlot.errors import Conflict, HostFault, InvalidRequest, SandlotError
 from sandlot.node.streams import Stream
@@ -35,7 +35,6 @@ START_SECONDS = 20.0
 GRACE_SECONDS = (0.5, 0.5, 1.0)
 # A text whose every foreground program ignores its end may start the next one; not for ever.
 KILLS = 20
-MOST_TEXT = 16 << 20
 # Pairs of FIFOs made ahead, so that no command waits for its own.
 SPARE = 2
 # Of commands whose children still write, the output of so many is kept.
@@ -210,6 +209,9 @@ class Shell:
     def alive(self) -> bool:
         return self._ended is not None and not self._ended.done()
 
+    def info(self) -> ShellInfo:
+        return ShellInfo(id=self.id, cwd=self.cwd, running=self.running, ended=not self.alive, lacks=self.lacks)
+
     @property
     def running(self) -> str | None:
         """The id of the command that runs."""
@@ -222,12 +224,12 @@ class Shell:
                 await self._process.kill_tree()
                 await self._process.wait()
                 await self._process.release()
+        if self._making is not None:
+            await asyncio.wait((self._making,))
         self._let_go()
 
     def _let_go(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._making is not None:
-            self._making.cancel()
         for name, fd in self._fds.items():
             if name == "status":
                 loop.remove_reader(fd)
@@ -250,12 +252,8 @@ class Shell:
     async def run(
         self, text: str, *, timeout: float | None, cap: int, stdin: bytes = b"", queue: bool = False
     ) -> ShellResult:
-        """Run a text to its end. Raises Conflict when another runs, unless it may `queue` for its turn; InvalidRequest;
-        Conflict too when the shell has ended before."""
-        if "\0" in text:
-            raise InvalidRequest("a shell's text cannot hold a NUL byte")
-        if len(text) > MOST_TEXT:
-            raise InvalidRequest(f"a text of more than {MOST_TEXT >> 20} MiB", "write it to a file and source that")
+        """Run a text to its end. Raises Conflict when another runs, unless it may `queue` for its turn, or when the
+        shell has ended before; InvalidRequest: the sandbox's disk is full."""
         if self._turn.locked() and not queue:
             raise Conflict(f"shell {self.id} is busy with command {self.running}", "interrupt it, or queue")
         async with self._turn:

@@ -28,6 +28,11 @@ from sandlot.api import (
     Run,
     RunResult,
     SandboxSpec,
+    ShellInfo,
+    ShellOutput,
+    ShellResult,
+    ShellRun,
+    ShellSpec,
     Stats,
     Upstream,
     to_json,
@@ -45,6 +50,10 @@ _RESULT = TypeAdapter(RunResult)
 _IMAGE = TypeAdapter(ImageInfo)
 _IMAGES = TypeAdapter(list[ImageInfo])
 _CHANGES = TypeAdapter(list[Change])
+_SHELL = TypeAdapter(ShellInfo)
+_SHELLS = TypeAdapter(list[ShellInfo])
+_SHELL_RESULT = TypeAdapter(ShellResult)
+_SHELL_OUTPUT = TypeAdapter(ShellOutput)
 
 
 async def _node(request: Request) -> NodeAPI:
@@ -54,6 +63,7 @@ async def _node(request: Request) -> NodeAPI:
 
 Node = Annotated[NodeAPI, Depends(_node)]
 Id = Annotated[str, Path(description="a sandbox's id", examples=["sb-0a1b2c3d4e5f60"])]
+ShellId = Annotated[str, Path(description="a shell's id", examples=["sh-0a1b2c3d"])]
 Name = Annotated[str, Path(description="an image's name", examples=["solved"])]
 
 
@@ -240,6 +250,44 @@ async def run(request: Request, node: Node, sandbox_id: Id, run: Run) -> Respons
     command is killed."""
     result = await _while_heard(request, node.run(sandbox_id, run))
     return _json(_RESULT, result) if result is not None else Response(status_code=499)  # which nobody reads
+
+
+@router.post("/sandboxes/{sandbox_id}/shells", status_code=201, response_model=ShellInfo)
+async def open_shell(node: Node, sandbox_id: Id, spec: ShellSpec) -> Response:
+    """A bash that lives on between commands; `sh` where the image has none. A reset ends it, and the server's end."""
+    return _json(_SHELL, await node.open_shell(sandbox_id, spec), 201)
+
+
+@router.get("/sandboxes/{sandbox_id}/shells", response_model=list[ShellInfo])
+async def shells(node: Node, sandbox_id: Id) -> Response:
+    """The shells of a sandbox, those that have ended and were not closed too."""
+    return _json(_SHELLS, await node.shells(sandbox_id))
+
+
+@router.post("/sandboxes/{sandbox_id}/shells/{shell_id}/run", response_model=ShellResult)
+async def run_in_shell(request: Request, node: Node, sandbox_id: Id, shell_id: ShellId, run: ShellRun) -> Response:
+    """Run a text to its end. A shell that is busy answers 409. When the caller hangs up, the text is cut short."""
+    result = await _while_heard(request, node.run_in_shell(sandbox_id, shell_id, run))
+    return _json(_SHELL_RESULT, result) if result is not None else Response(status_code=499)  # which nobody reads
+
+
+@router.get("/sandboxes/{sandbox_id}/shells/{shell_id}/commands/{command_id}", response_model=ShellOutput)
+async def shell_output(node: Node, sandbox_id: Id, shell_id: ShellId, command_id: str) -> Response:
+    """What a finished command and its children in the background have written so far."""
+    return _json(_SHELL_OUTPUT, await node.shell_output(sandbox_id, shell_id, command_id))
+
+
+@router.post("/sandboxes/{sandbox_id}/shells/{shell_id}/interrupt")
+async def interrupt_shell(node: Node, sandbox_id: Id, shell_id: ShellId) -> bool:
+    """End what runs there as ^C does, then less politely; false: nothing ran."""
+    return await node.interrupt_shell(sandbox_id, shell_id)
+
+
+@router.delete("/sandboxes/{sandbox_id}/shells/{shell_id}", status_code=204)
+async def close_shell(node: Node, sandbox_id: Id, shell_id: ShellId) -> Response:
+    """End a shell with all that runs in it; idempotent."""
+    await node.close_shell(sandbox_id, shell_id)
+    return Response(status_code=204)
 
 
 @router.get("/sandboxes/{sandbox_id}/files", response_class=Response)
