@@ -284,13 +284,23 @@ static void release_request(const struct message *message)
 static void signal_request(const struct message *message)
 {
 	struct view field;
-	uint32_t offset = 0, number = 0;
+	uint32_t offset = 0, number = 0, run = 0;
 
-	while (field_next(message, &offset, &field) > 0)
+	while (field_next(message, &offset, &field) > 0) {
 		if (field.key == FIELD_SIGNAL && field_u32(&field, &number) < 0)
 			number = 0;
+		if (field.key == FIELD_RUN && field_u32(&field, &run) < 0)
+			number = 0;
+	}
 	int error = number > 0 && number < 65 ? 0 : EINVAL;
 	pid_t whom = -1;
+	if (!error && run) { /* for a command: it leads a group of its own */
+		struct child *child = child_by_id(run);
+		if (child && !child->exit)
+			whom = child->pid;
+		else
+			error = ESRCH;
+	}
 	/* With a terminal it is for those in its foreground, who are asked for here: their number means something here. */
 	if (!error && message->fd_count > 0 && (whom = tcgetpgrp(message->fds[0])) <= 1)
 		error = ESRCH;

@@ -1,7 +1,7 @@
 """Write src/sandlot/sync.py, the blocking twin of sandbox.py. `--check` says whether it is up to date instead.
 
-Read from the syntax trees of `Sandbox` and `Shell`: each public method becomes one that waits for the original on a
-loop in a background thread, with the same signature and docstring. Nothing in sync.py is kept by hand.
+Read from the syntax trees of `Sandbox`, `Command` and `Shell`: each public method becomes one that waits for the
+original on a loop in a background thread, with the same signature and docstring. Nothing in sync.py is kept by hand.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from sandlot.api import (
     Change,
+    Chunk,
+    CommandInfo,
     ImageInfo,
     Info,
     Limits,
@@ -43,7 +45,7 @@ from sandlot.api import (
     Target,
     Volume,
 )
-from sandlot.sandbox import Sandbox, Shell
+from sandlot.sandbox import Command, Sandbox, Shell
 
 T = TypeVar("T")
 
@@ -96,6 +98,23 @@ def _wait(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+_END = object()
+
+
+def _iterate(items: AsyncIterator[T]) -> Iterator[T]:
+    async def following() -> Any:
+        return await anext(items, _END)
+
+    async def close() -> None:
+        await items.aclose()  # type: ignore[attr-defined]
+
+    try:
+        while (item := _wait(following())) is not _END:
+            yield item
+    finally:
+        _wait(close())
+
+
 class SyncSandbox:
     """One isolated Linux box: `with SyncSandbox.create() as box: print(box.run("uname").stdout)`."""
 
@@ -110,6 +129,17 @@ class SyncSandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+'''
+
+COMMAND = '''
+
+class SyncCommand:
+    """A command that runs in a sandbox by itself."""
+
+    def __init__(self, inner: Command) -> None:
+        """Use `SyncSandbox.start`."""
+        self._inner = inner
+        self.id = inner.id
 '''
 
 SHELL = '''
@@ -151,9 +181,12 @@ def twin(method: ast.AsyncFunctionDef, source: list[str]) -> str:
     if returns == "list[Sandbox]":
         waited = f"[SyncSandbox(each) for each in {waited}]"
         head = [line.replace("-> list[Sandbox]:", "-> list[SyncSandbox]:") for line in head]
-    if returns == "Shell":
-        waited = f"SyncShell({waited})"
-        head = [line.replace("-> Shell:", "-> SyncShell:") for line in head]
+    if returns in ("Shell", "Command"):
+        waited = f"Sync{returns}({waited})"
+        head = [line.replace(f"-> {returns}:", f"-> Sync{returns}:") for line in head]
+    if returns.startswith("AsyncIterator["):
+        head = [line.replace("-> AsyncIterator[", "-> Iterator[") for line in head]
+        return "\n".join([*head, f"        yield from _iterate(\n            {call}\n        )"])
     lines = ["    @classmethod"] if is_class else []
     return "\n".join([*lines, *head, f"        {'' if returns == 'None' else 'return '}{waited}"])
 
@@ -163,7 +196,7 @@ def generated() -> str:
     tree = ast.parse(text)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     parts = []
-    for head, name in ((HEAD, "Sandbox"), (SHELL, "Shell")):
+    for head, name in ((HEAD, "Sandbox"), (COMMAND, "Command"), (SHELL, "Shell")):
         methods = [
             node for node in classes[name].body if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"
         ]

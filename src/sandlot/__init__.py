@@ -22,14 +22,14 @@ if typing.TYPE_CHECKING:
         Volume,
     )
     from sandlot.errors import SandlotError
-    from sandlot.sandbox import Sandbox, Shell, open_node
-    from sandlot.sync import SyncSandbox, SyncShell
+    from sandlot.sandbox import Command, Sandbox, Shell, open_node
+    from sandlot.sync import SyncCommand, SyncSandbox, SyncShell
 else:
     _HOMES = {
         "api": "Ending Info Limits NodeAPI Output Run RunResult SandboxSpec ShellResult Upstream Volume",
         "errors": "SandlotError",
-        "sandbox": "Sandbox Shell open_node",
-        "sync": "SyncSandbox SyncShell",
+        "sandbox": "Command Sandbox Shell open_node",
+        "sync": "SyncCommand SyncSandbox SyncShell",
     }
 
     def __getattr__(name):
@@ -46,6 +46,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Command",
     "Ending",
     "Info",
     "Limits",
@@ -58,6 +59,7 @@ __all__ = [
     "SandlotError",
     "Shell",
     "ShellResult",
+    "SyncCommand",
     "SyncSandbox",
     "SyncShell",
     "Upstream",

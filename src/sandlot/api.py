@@ -239,6 +239,7 @@ class Run(Model):
         default=None, ge=0, le=65_535, description="numeric user and group inside; None: the image's, else 0"
     )
     stdin: Binary = Field(default=b"", description="bytes on standard input; base64 in JSON")
+    stdin_open: bool = Field(default=False, description="more comes by `write_stdin`, until that ends it")
     timeout: Seconds | None = Field(default=300.0, description="seconds; at the end the whole tree is killed")
     output_cap: Bytes | None = Field(
         default=None,
@@ -250,6 +251,28 @@ class Run(Model):
         pattern=r"^[!-~]{1,100}$",
         description="a run with a key is started once, however often it is asked for: who asks again gets the first "
         "one's result, from a server that was killed and started again too. It goes on when its caller goes away",
+    )
+
+
+class CommandInfo(Model):
+    """A command that has a key, or was started in the background."""
+
+    id: str = Field(description="its key")
+    argv0: str = Field(description="the program, its first hundred letters")
+    pid: int | None = Field(default=None, description="inside; null: it has ended, or has not begun")
+    running: bool
+    out_total: int = Field(default=0, description="bytes that it wrote so far to standard output")
+    err_total: int = 0
+
+
+class Chunk(Model):
+    """A piece of what a command wrote, in the order in which it came of each stream."""
+
+    stream: Literal["out", "err"]
+    offset: int = Field(description="of the first byte of `data` in the whole stream")
+    data: Binary
+    lost: int = Field(
+        default=0, description="bytes just before it that were not kept, because nobody took them in time"
     )
 
 
@@ -320,7 +343,7 @@ class ShellRun(Model):
 
     command: str = Field(max_length=MOST_TEXT, description="sourced as it is: nothing is quoted, nothing is expanded")
     stdin: Binary = Field(default=b"", description="bytes on standard input; base64 in JSON")
-    timeout: float | None = Field(default=300.0, gt=0, description="seconds; at the end it is interrupted, then killed")
+    timeout: Seconds | None = Field(default=300.0, description="seconds; at the end it is interrupted, then killed")
     output_cap: Bytes | None = Field(default=None, le=MOST_OUTPUT, description="as for a run")
     queue: bool = Field(default=False, description="wait for a command that runs there, instead of being refused")
 
@@ -484,6 +507,33 @@ class NodeAPI(Protocol):
 
     async def run(self, sandbox_id: str, run: Run) -> RunResult:
         """Run a command to its end. If the sandbox ends meanwhile, SandboxEnded."""
+        ...
+
+    async def launch(self, sandbox_id: str, run: Run) -> CommandInfo:
+        """Start a command and leave it to itself. Its id is the run's key, or one that is made up; started twice with
+        one key it is one command. Its result waits for `wait` as that of any run with a key does."""
+        ...
+
+    async def commands(self, sandbox_id: str) -> list[CommandInfo]:
+        """Those that run, and those whose result can still be had, the oldest first."""
+        ...
+
+    async def wait(self, sandbox_id: str, command_id: str) -> RunResult:
+        """How it ended, once it has. Raises NotFound."""
+        ...
+
+    def follow(self, sandbox_id: str, command_id: str, out: int = 0, err: int = 0) -> AsyncIterator[Chunk]:
+        """What it writes, as it comes, from these offsets on; ends when it has ended and all was told. Raises
+        NotFound."""
+        ...
+
+    async def signal(self, sandbox_id: str, command_id: str, number: int) -> None:
+        """Send a signal to it and its process group; 9 ends its whole tree. No error when it has ended."""
+        ...
+
+    async def write_stdin(self, sandbox_id: str, command_id: str, data: bytes, end: bool = False) -> None:
+        """More for the standard input of a command that was started with `stdin_open`; `end` closes it. Returns when
+        the command's pipe has taken it. Raises Conflict: it takes no more."""
         ...
 
     async def open_shell(self, sandbox_id: str, spec: ShellSpec = ShellSpec()) -> ShellInfo:  # noqa: B008

@@ -25,6 +25,8 @@ from sandlot.api import (
     AsgiApp,
     Capability,
     Change,
+    Chunk,
+    CommandInfo,
     Ending,
     ImageConfig,
     ImageInfo,
@@ -84,6 +86,9 @@ _IMAGES = TypeAdapter(list[ImageInfo])
 _CHANGES = TypeAdapter(list[Change])
 _POOLS = TypeAdapter(list[PoolInfo])
 _RESULT = TypeAdapter(RunResult)
+_COMMAND = TypeAdapter(CommandInfo)
+_COMMANDS = TypeAdapter(list[CommandInfo])
+_CHUNK = TypeAdapter(Chunk)
 _SHELL = TypeAdapter(ShellInfo)
 _SHELLS = TypeAdapter(list[ShellInfo])
 _SHELL_RUN = TypeAdapter(ShellRun)
@@ -220,6 +225,51 @@ class HttpNode:
                 if run.key is None or now >= until:
                     raise
             await asyncio.sleep(_AWAY_STEP)  # nobody can say when a server that is gone will be back
+
+    async def launch(self, sandbox_id: str, run: Run) -> CommandInfo:
+        content = to_json(_RUN, run, only_set=True)
+        what = f"starting {run.argv[0]} in {sandbox_id}"
+        return await self._call("POST", _path(sandbox_id, "commands"), _COMMAND, what, content=content)
+
+    async def commands(self, sandbox_id: str) -> list[CommandInfo]:
+        return await self._call("GET", _path(sandbox_id, "commands"), _COMMANDS, f"listing commands of {sandbox_id}")
+
+    async def wait(self, sandbox_id: str, command_id: str) -> RunResult:
+        path = _command_path(sandbox_id, command_id, "wait")
+        return await self._call("GET", path, _RESULT, f"waiting for command {command_id}", None)
+
+    async def follow(self, sandbox_id: str, command_id: str, out: int = 0, err: int = 0) -> AsyncIterator[Chunk]:
+        path = _command_path(sandbox_id, command_id, f"output?out={out}&err={err}")
+        async for line in self._lines(path, f"following command {command_id}"):
+            yield from_json(_CHUNK, line)
+
+    async def _lines(self, path: str, doing: str) -> AsyncIterator[bytes]:
+        """The lines of an answer, as they come: an error that comes in the middle is the last one."""
+        timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
+        left = b""
+        try:
+            async with self._client.stream("GET", path, timeout=timeout) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                    raise _refusal(answer)
+                async for piece in answer.aiter_bytes():
+                    *lines, left = (left + piece).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b'{"error"'):
+                            raise from_wire(json.loads(line), 500)
+                        yield line
+        except httpx2.TransportError as error:
+            raise self._broken(error, doing) from None
+
+    async def signal(self, sandbox_id: str, command_id: str, number: int) -> None:
+        path = _command_path(sandbox_id, command_id, "signal")
+        await self._send("POST", path, f"signalling command {command_id}", content=json.dumps({"number": number}))
+
+    async def write_stdin(self, sandbox_id: str, command_id: str, data: bytes, end: bool = False) -> None:
+        path = _command_path(sandbox_id, command_id, f"stdin?end={str(end).lower()}")
+        headers = {"Content-Type": "application/octet-stream"}
+        # As long as the command takes to read it.
+        await self._send("PUT", path, f"writing to command {command_id}", None, content=data, headers=headers)
 
     async def open_shell(self, sandbox_id: str, spec: ShellSpec = ShellSpec()) -> ShellInfo:  # noqa: B008
         content = spec.model_dump_json(exclude_unset=True)
@@ -363,6 +413,10 @@ def _refusal(response: httpx2.Response) -> SandlotError:
 
 def _path(sandbox_id: str, rest: str = "") -> str:
     return f"/v1/sandboxes/{quote(sandbox_id, safe='')}" + (f"/{rest}" if rest else "")
+
+
+def _command_path(sandbox_id: str, command_id: str, rest: str) -> str:
+    return _path(sandbox_id, f"commands/{quote(command_id, safe='')}/{rest}")
 
 
 def _shell_path(sandbox_id: str, shell_id: str, rest: str = "") -> str:

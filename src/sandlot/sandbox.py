@@ -18,6 +18,8 @@ from pydantic import ValidationError
 from sandlot.aio import shielded
 from sandlot.api import (
     Change,
+    Chunk,
+    CommandInfo,
     ImageInfo,
     Info,
     Limits,
@@ -132,20 +134,53 @@ class Sandbox:
         long as the sandbox lives. A run with a `key` is started once, however often it is asked for, and goes on when
         its caller goes away.
         """
-        try:
-            run = Run(
-                argv=("sh", "-c", command) if isinstance(command, str) else tuple(command),
-                cwd=cwd,
-                env={**self._routed_env, **(env or {})},
-                stdin=stdin.encode() if isinstance(stdin, str) else stdin,
-                timeout=timeout,
-                user=user,
-                output_cap=output_cap,
-                key=key,
-            )
-        except ValidationError as error:
-            raise invalid(error) from None
+        run = _run(
+            command,
+            cwd=cwd,
+            env={**self._routed_env, **(env or {})},
+            stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+            timeout=timeout,
+            user=user,
+            output_cap=output_cap,
+            key=key,
+        )
         return await self._node.run(self.id, run)
+
+    async def start(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str = b"",
+        stdin_open: bool = False,
+        timeout: float | None = None,
+        user: int | None = None,
+        output_cap: int | None = None,
+        key: str | None = None,
+    ) -> Command:
+        """Start a command and leave it to itself, as `run` does it otherwise. With `stdin_open` more input comes by
+        `Command.write`. It goes on when this program goes away: `command(id)` finds it again."""
+        run = _run(
+            command,
+            cwd=cwd,
+            env={**self._routed_env, **(env or {})},
+            stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+            stdin_open=stdin_open,
+            timeout=timeout,
+            user=user,
+            output_cap=output_cap,
+            key=key,
+        )
+        return Command(self._node, self.id, (await self._node.launch(self.id, run)).id)
+
+    async def commands(self) -> list[CommandInfo]:
+        """Commands that were started or run with a key: those that run, and those whose result can still be had."""
+        return await self._node.commands(self.id)
+
+    async def command(self, command_id: str) -> Command:
+        """One of them, by its id. Whether there is one is seen when it is asked for something."""
+        return Command(self._node, self.id, command_id)
 
     async def shell(
         self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: int | None = None
@@ -218,6 +253,45 @@ class Sandbox:
     async def close(self) -> Info:
         """End it; idempotent. On return no process of it is left."""
         return await self._node.destroy(self.id)
+
+
+def _run(command: str | Sequence[str], **more: Any) -> Run:
+    try:
+        return Run(argv=("sh", "-c", command) if isinstance(command, str) else tuple(command), **more)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+class Command:
+    """A command that runs in a sandbox by itself: `command = await box.start("make -j8")`."""
+
+    def __init__(self, node: NodeAPI, sandbox_id: str, command_id: str) -> None:
+        """Use `Sandbox.start`."""
+        self.id = command_id
+        self._node = node
+        self._sandbox_id = sandbox_id
+
+    async def wait(self) -> RunResult:
+        """How it ended, once it has. Whoever waits may go away and come back."""
+        return await self._node.wait(self._sandbox_id, self.id)
+
+    async def output(self, out: int = 0, err: int = 0) -> AsyncIterator[Chunk]:
+        """What it writes, as it comes, from these offsets of its two streams on, until it has ended."""
+        async for chunk in self._node.follow(self._sandbox_id, self.id, out, err):
+            yield chunk
+
+    async def write(self, data: bytes | str, *, end: bool = False) -> None:
+        """More for its standard input; `end` closes it. Returns when the command's pipe has taken it. Raises Conflict
+        when it takes no more."""
+        await self._node.write_stdin(self._sandbox_id, self.id, data.encode() if isinstance(data, str) else data, end)
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to it and its process group: 2 as ^C does, 15 to ask it to end. No error when it has ended."""
+        await self._node.signal(self._sandbox_id, self.id, number)
+
+    async def kill(self) -> None:
+        """End it with its whole tree."""
+        await self._node.signal(self._sandbox_id, self.id, 9)
 
 
 class Shell:

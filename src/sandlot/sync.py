@@ -11,11 +11,13 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from sandlot.api import (
     Change,
+    Chunk,
+    CommandInfo,
     ImageInfo,
     Info,
     Limits,
@@ -28,7 +30,7 @@ from sandlot.api import (
     Target,
     Volume,
 )
-from sandlot.sandbox import Sandbox, Shell
+from sandlot.sandbox import Command, Sandbox, Shell
 
 T = TypeVar("T")
 
@@ -79,6 +81,23 @@ def _wait(work: Coroutine[Any, Any, T]) -> T:
     except BaseException:
         future.cancel()  # Ctrl-C while waiting: the work is given up too
         raise
+
+
+_END = object()
+
+
+def _iterate(items: AsyncIterator[T]) -> Iterator[T]:
+    async def following() -> Any:
+        return await anext(items, _END)
+
+    async def close() -> None:
+        await items.aclose()  # type: ignore[attr-defined]
+
+    try:
+        while (item := _wait(following())) is not _END:
+            yield item
+    finally:
+        _wait(close())
 
 
 class SyncSandbox:
@@ -189,6 +208,49 @@ class SyncSandbox:
             )
         )
 
+    def start(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str = b"",
+        stdin_open: bool = False,
+        timeout: float | None = None,
+        user: int | None = None,
+        output_cap: int | None = None,
+        key: str | None = None,
+    ) -> SyncCommand:
+        """Start a command and leave it to itself, as `run` does it otherwise. With `stdin_open` more input comes by
+        `Command.write`. It goes on when this program goes away: `command(id)` finds it again."""
+        return SyncCommand(_wait(
+            self._inner.start(
+                command,
+                cwd=cwd,
+                env=env,
+                stdin=stdin,
+                stdin_open=stdin_open,
+                timeout=timeout,
+                user=user,
+                output_cap=output_cap,
+                key=key,
+            )
+        ))
+
+    def commands(self) -> list[CommandInfo]:
+        """Commands that were started or run with a key: those that run, and those whose result can still be had."""
+        return _wait(
+            self._inner.commands()
+        )
+
+    def command(self, command_id: str) -> SyncCommand:
+        """One of them, by its id. Whether there is one is seen when it is asked for something."""
+        return SyncCommand(_wait(
+            self._inner.command(
+                command_id,
+            )
+        ))
+
     def shell(
         self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: int | None = None
     ) -> SyncShell:
@@ -293,6 +355,54 @@ class SyncSandbox:
         """End it; idempotent. On return no process of it is left."""
         return _wait(
             self._inner.close()
+        )
+
+
+class SyncCommand:
+    """A command that runs in a sandbox by itself."""
+
+    def __init__(self, inner: Command) -> None:
+        """Use `SyncSandbox.start`."""
+        self._inner = inner
+        self.id = inner.id
+
+    def wait(self) -> RunResult:
+        """How it ended, once it has. Whoever waits may go away and come back."""
+        return _wait(
+            self._inner.wait()
+        )
+
+    def output(self, out: int = 0, err: int = 0) -> Iterator[Chunk]:
+        """What it writes, as it comes, from these offsets of its two streams on, until it has ended."""
+        yield from _iterate(
+            self._inner.output(
+                out,
+                err,
+            )
+        )
+
+    def write(self, data: bytes | str, *, end: bool = False) -> None:
+        """More for its standard input; `end` closes it. Returns when the command's pipe has taken it. Raises Conflict
+        when it takes no more."""
+        _wait(
+            self._inner.write(
+                data,
+                end=end,
+            )
+        )
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it and its process group: 2 as ^C does, 15 to ask it to end. No error when it has ended."""
+        _wait(
+            self._inner.signal(
+                number,
+            )
+        )
+
+    def kill(self) -> None:
+        """End it with its whole tree."""
+        _wait(
+            self._inner.kill()
         )
 
 

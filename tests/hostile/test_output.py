@@ -40,7 +40,7 @@ class Growth:
 async def test_an_endless_flood_ends_with_its_timeout_in_bounded_memory(arena: Arena) -> None:
     box = await arena.box()
     growth = Growth()
-    result = await into_timeout(box, "yes & yes >&2 & yes")
+    result = await into_timeout(box, "yes | tee /dev/stderr", enough=2 << 20)
     assert result.timed_out
     assert len(result.out.data) == len(result.err.data) == 1 << 20
     assert min(result.out.total, result.err.total) > 1 << 20

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from importlib.metadata import distribution, requires
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 TOP = Path(__file__).resolve().parents[2]
 WORK = TOP / "build" / "kernels"
 NEEDED = ("qemu-system-x86_64", "mmdebstrap", "busybox", "mke2fs", "cpio", "dpkg-deb", "apt-get", "zstd")
@@ -166,8 +168,9 @@ def packages(*names: str) -> set[str]:
         if name in found:
             continue
         found.add(name)
-        plain = [line for line in requires(name) or () if ";" not in line]
-        todo += [re.split(r"[ <>=!~\[(]", line)[0].replace("_", "-").lower() for line in plain]
+        needed = [Requirement(line) for line in requires(name) or ()]
+        holding = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+        todo += [each.name.replace("_", "-").lower() for each in holding]
     return found
 
 

@@ -120,14 +120,14 @@ def hold(*words):
 """
 
 
-async def into_timeout(box: Sandbox, command: str | list[str]) -> RunResult:
-    """Run a command that writes once it is what it wants to be, and never ends, into its timeout: a longer one where
-    the machine was too slow for it to come that far."""
+async def into_timeout(box: Sandbox, command: str | list[str], enough: int = 1) -> RunResult:
+    """Run a command that has written `enough` bytes once it is what it wants to be, and never ends, into its timeout: a
+    longer one where the machine was too slow for it to come that far."""
     for seconds in (0.3, 3, 30):
         result = await box.run(command, timeout=seconds)
-        if result.out.total or not result.timed_out:
+        if result.out.total >= enough or not result.timed_out:
             break
-    assert result.out.total, result
+    assert result.out.total >= enough, result
     return result
 
 

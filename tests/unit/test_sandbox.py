@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import sandlot
-from sandlot import Limits, Sandbox, Shell, SyncSandbox, SyncShell
+from sandlot import Command, Limits, Sandbox, Shell, SyncCommand, SyncSandbox, SyncShell
 from sandlot.drivers.base import NOT_KEPT, Keeping
 from sandlot.drivers.fake import FakeDriver
 from sandlot.errors import InvalidRequest, NotFound, SandboxEnded
@@ -118,7 +118,7 @@ async def test_a_route_is_in_the_environment_of_later_runs(node: Node) -> None:
 def test_the_blocking_twin_is_what_the_generator_writes() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools/make_sync.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for pair in ((Sandbox, SyncSandbox), (Shell, SyncShell)):
+    for pair in ((Sandbox, SyncSandbox), (Command, SyncCommand), (Shell, SyncShell)):
         names, twins = ({name for name in vars(kind) if not name.startswith("_")} for kind in pair)
         assert names == twins
         for name in names:

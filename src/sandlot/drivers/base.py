@@ -89,6 +89,11 @@ class Process(Protocol):
         """How it ended. Returns at once if it has; if the box dies first, Exit(signal=9)."""
         ...
 
+    async def signal(self, number: int) -> None:
+        """Send a signal to it and to those of its descendants that stayed in its process group. Raises
+        ProcessLookupError when it has ended."""
+        ...
+
     async def kill_tree(self) -> None:
         """SIGKILL it and all its descendants, those that left its group or session too. Idempotent."""
         ...

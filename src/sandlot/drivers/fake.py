@@ -140,6 +140,14 @@ class FakeProcess:
     async def wait(self) -> Exit:
         return await asyncio.shield(self._exit)
 
+    async def signal(self, number: int) -> None:
+        """A script heeds no signal but ends as a program without a handler does."""
+        if self._exit.done():
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        self.end(Exit(signal=number))
+        if self.task is not None:
+            self.task.cancel()
+
     async def kill_tree(self) -> None:
         self.end(Exit(signal=signal.SIGKILL))
         if self.task is not None and not self.task.done():

@@ -15,7 +15,7 @@ from sandlot.api import Info, Run, SandboxSpec, ShellSpec, Target
 from sandlot.drivers.base import Box, Process
 from sandlot.node.keyed import KeyedRuns
 from sandlot.node.shell import Shell
-from sandlot.node.streams import Stream
+from sandlot.node.streams import Input, Stream
 
 # What a command finds in its environment before the sandbox's own and the run's are added.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -67,6 +67,7 @@ class Command:
     err: Stream
     about: About
     file: int = -1
+    feed: Input | None = None  # what its standard input is fed by
     outcome: dict[str, Any] = field(init=False)  # those fields of the result that are known
 
     def __post_init__(self) -> None:
@@ -87,6 +88,8 @@ class Command:
     def close(self) -> None:
         self.out.close()
         self.err.close()
+        if self.feed is not None:
+            self.feed.close()
         if self.file >= 0:
             os.close(self.file)
             self.file = -1

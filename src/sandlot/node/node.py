@@ -22,6 +22,7 @@ import json
 import os
 import resource
 import secrets
+import signal
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -37,6 +38,8 @@ from sandlot.aio import deadline, shielded
 from sandlot.api import (
     Capability,
     Change,
+    Chunk,
+    CommandInfo,
     Ending,
     ImageConfig,
     ImageInfo,
@@ -63,7 +66,7 @@ from sandlot.node.ledger import Ledger, NodeDirectory
 from sandlot.node.live import About, Command, Live, Note, Route, clock
 from sandlot.node.pool import Pool
 from sandlot.node.shell import Shell
-from sandlot.node.streams import Stream, input_file
+from sandlot.node.streams import Input, Stream, input_file
 
 if TYPE_CHECKING:
     import httpx2
@@ -127,7 +130,7 @@ async def _let_go(found: Adopted) -> None:
 
 def _fingerprint(run: Run) -> str:
     """Tells two commands apart."""
-    words = json.dumps((run.argv, run.env, run.cwd, run.user)).encode()
+    words = json.dumps((run.argv, run.env, run.cwd, run.user, run.stdin_open)).encode()
     return hashlib.sha256(words + run.stdin).hexdigest()[:16]
 
 
@@ -229,7 +232,7 @@ class Node:
         runs = [(About.read(words), process, fds) for process, words, fds in found.runs]
         for about, process, fds in sorted(runs, key=lambda run: run[0].started_at):
             out, err = Stream(about.cap, fds[0], fds[1]), Stream(about.cap, fds[2], fds[3])
-            command = Command(found.box, process, out, err, about, *fds[4:])
+            command = Command(found.box, process, out, err, about, file=fds[4] if len(fds) > 4 else -1)
             if command.is_over:  # a child that it left may write on: not into a result that was told
                 out.stop()
                 err.stop()
@@ -237,7 +240,7 @@ class Node:
                 self._in_background(self._drop(command))
             else:
                 task = self._task(self._busy(live, self._complete(live, command)))
-                live.keyed.add(about.key, about.what, task, process)
+                live.keyed.add(about.key, about.what, about.argv0, task, command)
         for listener, port, words in found.listeners:
             with suppress(ValidationError):
                 upstream = Upstream.model_validate_json(words)
@@ -365,14 +368,67 @@ class Node:
         with live:
             if run.key is None:
                 return await self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run))
-            same = _fingerprint(run)
-            if not live.keyed.has(run.key, same):
-                work = self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run, same))
-                live.keyed.add(run.key, same, self._task(self._busy(live, work)))
-            result = await live.keyed.result(run.key)
-            for process in live.keyed.forget():
-                await process.release()
-            return result
+            self._start(live, run, run.key)
+            return await self._result(live, run.key)
+
+    def _start(self, live: Live, run: Run, key: str) -> None:
+        """A run with a key, unless it was started before."""
+        same = _fingerprint(run)
+        if not live.keyed.has(key, same):
+            work = self._step(live, f"run {run.argv[0]} in sandbox {live.id}", self._run(live, run, same))
+            live.keyed.add(key, same, run.argv[0], self._task(self._busy(live, work)))
+
+    async def _result(self, live: Live, key: str) -> RunResult:
+        result = await live.keyed.result(key)
+        for process in live.keyed.forget():
+            await process.release()
+        return result
+
+    async def launch(self, sandbox_id: str, run: Run) -> CommandInfo:
+        live = self._running(sandbox_id)
+        key = run.key or f"c-{secrets.token_hex(6)}"
+        with live:
+            self._start(live, run.model_copy(update={"key": key}), key)
+            await live.keyed.begun(key)
+            return live.keyed.info(key)
+
+    async def commands(self, sandbox_id: str) -> list[CommandInfo]:
+        return self._running(sandbox_id).keyed.infos()
+
+    async def wait(self, sandbox_id: str, command_id: str) -> RunResult:
+        return await self._result(self._running(sandbox_id), command_id)
+
+    async def follow(self, sandbox_id: str, command_id: str, out: int = 0, err: int = 0) -> AsyncIterator[Chunk]:
+        async for chunk in self._running(sandbox_id).keyed.follow(command_id, out, err):
+            yield chunk
+
+    async def signal(self, sandbox_id: str, command_id: str, number: int) -> None:
+        if not 0 < number < 65:
+            raise InvalidRequest(f"{number} is not the number of a signal", "15 asks a program to end, 9 ends it")
+        live = self._running(sandbox_id)
+        with live:
+            command = await live.keyed.started_run(command_id)
+            if command is not None:
+                how = command.process.kill_tree() if number == signal.SIGKILL else command.process.signal(number)
+                with suppress(ProcessLookupError):
+                    await self._step(live, f"signal command {command_id} of sandbox {sandbox_id}", how)
+
+    async def write_stdin(self, sandbox_id: str, command_id: str, data: bytes, end: bool = False) -> None:
+        live = self._running(sandbox_id)
+        with live:
+            command = await live.keyed.started_run(command_id)
+            feed = None if command is None else command.feed
+            try:
+                if feed is None:
+                    raise BrokenPipeError
+                await feed.write(data)
+            except BrokenPipeError:
+                reason = "it has ended" if command is None else "it was not started with `stdin_open`"
+                if feed is not None:
+                    reason = "its end was given, or nobody reads it any more"
+                raise Conflict(f"command {command_id} takes no more input: {reason}") from None
+            if end:
+                feed.close()
 
     async def _busy(self, live: Live, work: Coroutine[Any, Any, T]) -> T:
         """Work that nobody may be waiting for: the sandbox is not idle all the same."""
@@ -393,6 +449,7 @@ class Node:
         theirs: list[int] = []
         streams: list[Stream] = []
         outcome = -1
+        feed: Input | None = None
         try:
             cap = live.spec.limits.output if run.output_cap is None else run.output_cap
             for _ in range(2):
@@ -401,7 +458,11 @@ class Node:
                 theirs.append(end)
             out, err = streams
             stdin = self._null
-            if run.stdin:
+            if run.stdin_open:
+                feed = Input()
+                stdin = feed.theirs
+                theirs.append(stdin)
+            elif run.stdin:
                 stdin = input_file(run.stdin)
                 theirs.append(stdin)
             about = About(run.key, same, run.argv[0], cwd, clock(), run.timeout, cap)
@@ -419,13 +480,18 @@ class Node:
                 stream.close()
             if outcome >= 0:
                 os.close(outcome)
+            if feed is not None:
+                feed.close()
             raise
         finally:
             for fd in theirs:
                 os.close(fd)
+        command = Command(box, process, out, err, about, outcome, feed)
         if run.key is not None:
-            live.keyed.started(run.key, process)
-        return await self._complete(live, Command(box, process, out, err, about, outcome))
+            live.keyed.started(run.key, command)
+        if feed is not None and run.stdin:
+            self._in_background(_feed(feed, run.stdin))
+        return await self._complete(live, command)
 
     async def _complete(self, live: Live, command: Command) -> RunResult:
         """The result of a command that was started, here or by the node before this one."""
@@ -917,6 +983,11 @@ async def _kill(process: Process) -> None:
     async with deadline(STEP_SECONDS, "killing a command"):
         await process.kill_tree()
         await process.wait()
+
+
+async def _feed(feed: Input, data: bytes) -> None:
+    with suppress(BrokenPipeError):
+        await feed.write(data)
 
 
 def _exit_code(ended: Exit) -> int:

@@ -13,6 +13,8 @@ import fcntl
 import os
 import struct
 import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sandlot.api import Output
 
@@ -27,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Stream:
     """One stream of a command on its way: the first half of the cap is kept from the head, the rest from the tail."""
 
-    __slots__ = ("_loop", "_reading", "_wasted", "cap", "log", "pipe", "total")
+    __slots__ = ("_grew", "_loop", "_reading", "_wasted", "cap", "log", "pipe", "total")
 
     def __init__(self, cap: int, pipe: int, log: int) -> None:
         """Reads from `pipe` into `log`, a memory file at the position it has; both are this object's from now on."""
@@ -36,7 +38,9 @@ class Stream:
         self.log = log
         os.set_blocking(pipe, False)  # our end only: a program's own output must block when the pipe is full
         self.total = os.lseek(log, 0, os.SEEK_CUR)  # bytes that came
-        self._wasted = cap // 2  # up to here, from the head's end, the middle was given back
+        # Up to here, from the head's end, the middle was given back; of a log that another node kept it may have been.
+        self._wasted = max(cap // 2, self.total - (cap - cap // 2))
+        self._grew: list[Callable[[], None]] = []
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pipe, self._readable)
         self._reading = True
@@ -46,6 +50,7 @@ class Stream:
         """A stream, and the end of its pipe that the command gets, which the caller closes."""
         pipe, theirs = os.pipe2(os.O_CLOEXEC)
         try:
+            os.fchmod(theirs, 0o666)  # `tee /dev/stderr` opens it by its name, as a user whom this host may not know
             log = os.memfd_create("sandlot-output", os.MFD_CLOEXEC)
         except BaseException:
             os.close(pipe)
@@ -65,12 +70,29 @@ class Stream:
 
     def _kept(self, moved: int) -> None:
         self.total += moved
+        for call in self._grew:
+            call()
         surplus = self.total - (self.cap - self.cap // 2) - self._wasted
         if surplus >= _PIECE:
             _libc.fallocate(
                 self.log, _PUNCH, ctypes.c_long(self._wasted), ctypes.c_long(surplus)
             )  # a failure costs memory, nothing else
             self._wasted += surplus
+
+    @contextmanager
+    def telling(self, call: Callable[[], None]) -> Iterator[None]:
+        """`call` whenever more was taken."""
+        self._grew.append(call)
+        try:
+            yield
+        finally:
+            self._grew.remove(call)
+
+    def since(self, offset: int, most: int) -> tuple[int, bytes]:
+        """How many bytes from there on are lost, and at most so many of those that follow."""
+        lost = self._wasted - offset if self.cap // 2 <= offset < self._wasted else 0
+        end = self.total if offset + lost >= self._wasted else self.cap // 2
+        return lost, os.pread(self.log, max(0, min(most, end - offset - lost)), offset + lost)
 
     def drain(self) -> None:
         """Take what is in the pipe now. Not until its end: a child in the background may hold the other side open,
@@ -112,6 +134,52 @@ class Stream:
             os.close(self.pipe)
             os.close(self.log)
             self.pipe = self.log = -1
+
+
+def kept_of(output: Output, offset: int) -> tuple[int, bytes]:
+    """What is kept of a finished stream from an offset on, and how many bytes before that are lost."""
+    gap = output.total - len(output.data)
+    head = len(output.data) // 2 if gap else len(output.data)  # as `Stream.output` cuts it
+    if offset < head:
+        return 0, output.data[offset:head]
+    lost = max(0, head + gap - offset)
+    return lost, output.data[max(head, offset - gap) :]
+
+
+class Input:
+    """The standard input of a command that is fed as it goes."""
+
+    def __init__(self) -> None:
+        self.theirs, self._fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._fd, False)
+        self._turn = asyncio.Lock()
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the pipe has taken it all. Raises BrokenPipeError: nobody reads it any more, or it is closed."""
+        async with self._turn:
+            left = memoryview(data)
+            while left:
+                if self._fd < 0:
+                    raise BrokenPipeError
+                try:
+                    left = left[os.write(self._fd, left) :]
+                except BlockingIOError:
+                    await self._writable()
+
+    async def _writable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        loop.add_writer(self._fd, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_writer(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            asyncio.get_running_loop().remove_writer(self._fd)
+            os.close(self._fd)
+            self._fd = -1
 
 
 def input_file(data: bytes) -> int:

@@ -7,6 +7,7 @@ host may be mounted is asked of `volumes.py`.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Coroutine
 from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qs
@@ -19,6 +20,8 @@ from starlette.requests import ClientDisconnect
 from sandlot.api import (
     Capability,
     Change,
+    Chunk,
+    CommandInfo,
     Ending,
     ImageConfig,
     ImageInfo,
@@ -37,7 +40,7 @@ from sandlot.api import (
     Upstream,
     to_json,
 )
-from sandlot.errors import Unsupported
+from sandlot.errors import SandlotError, Unsupported
 
 router = APIRouter(prefix="/v1")
 
@@ -50,6 +53,9 @@ _RESULT = TypeAdapter(RunResult)
 _IMAGE = TypeAdapter(ImageInfo)
 _IMAGES = TypeAdapter(list[ImageInfo])
 _CHANGES = TypeAdapter(list[Change])
+_COMMAND = TypeAdapter(CommandInfo)
+_COMMANDS = TypeAdapter(list[CommandInfo])
+_CHUNK = TypeAdapter(Chunk)
 _SHELL = TypeAdapter(ShellInfo)
 _SHELLS = TypeAdapter(list[ShellInfo])
 _SHELL_RESULT = TypeAdapter(ShellResult)
@@ -63,6 +69,7 @@ async def _node(request: Request) -> NodeAPI:
 
 Node = Annotated[NodeAPI, Depends(_node)]
 Id = Annotated[str, Path(description="a sandbox's id", examples=["sb-0a1b2c3d4e5f60"])]
+CommandId = Annotated[str, Path(description="a command's id", examples=["c-0a1b2c3d4e5f"])]
 ShellId = Annotated[str, Path(description="a shell's id", examples=["sh-0a1b2c3d"])]
 Name = Annotated[str, Path(description="an image's name", examples=["solved"])]
 
@@ -250,6 +257,75 @@ async def run(request: Request, node: Node, sandbox_id: Id, run: Run) -> Respons
     command is killed."""
     result = await _while_heard(request, node.run(sandbox_id, run))
     return _json(_RESULT, result) if result is not None else Response(status_code=499)  # which nobody reads
+
+
+@router.post("/sandboxes/{sandbox_id}/commands", status_code=201, response_model=CommandInfo)
+async def launch(node: Node, sandbox_id: Id, run: Run) -> Response:
+    """Start a command and leave it to itself; its id is its key, or one that is made up."""
+    return _json(_COMMAND, await node.launch(sandbox_id, run), 201)
+
+
+@router.get("/sandboxes/{sandbox_id}/commands", response_model=list[CommandInfo])
+async def commands(node: Node, sandbox_id: Id) -> Response:
+    """Those that run, and those whose result can still be had."""
+    return _json(_COMMANDS, await node.commands(sandbox_id))
+
+
+@router.get("/sandboxes/{sandbox_id}/commands/{command_id}/wait", response_model=RunResult)
+async def wait(request: Request, node: Node, sandbox_id: Id, command_id: CommandId) -> Response:
+    """How a command ended; answers when it has. When the caller hangs up, it goes on."""
+    result = await _while_heard(request, node.wait(sandbox_id, command_id))
+    return _json(_RESULT, result) if result is not None else Response(status_code=499)  # which nobody reads
+
+
+@router.get("/sandboxes/{sandbox_id}/commands/{command_id}/output", response_class=StreamingResponse)
+async def follow(
+    node: Node,
+    sandbox_id: Id,
+    command_id: CommandId,
+    out: Annotated[int, Query(ge=0, description="where to begin in standard output")] = 0,
+    err: Annotated[int, Query(ge=0)] = 0,
+) -> Response:
+    """What a command writes, as it comes: a `Chunk` in JSON on each line, until the command has ended. An error that
+    comes in the middle is the last line."""
+    chunks = node.follow(sandbox_id, command_id, out, err)
+    first = await anext(chunks, None)  # an error is an answer, not a broken stream
+
+    async def body() -> AsyncIterator[bytes]:
+        if first is not None:
+            yield to_json(_CHUNK, first) + b"\n"
+        try:
+            async for chunk in chunks:
+                yield to_json(_CHUNK, chunk) + b"\n"
+        except SandlotError as error:
+            yield json.dumps(error.to_wire()).encode() + b"\n"
+
+    return StreamingResponse(body(), media_type="application/x-ndjson")
+
+
+@router.post("/sandboxes/{sandbox_id}/commands/{command_id}/signal", status_code=204)
+async def signal(
+    node: Node,
+    sandbox_id: Id,
+    command_id: CommandId,
+    number: Annotated[int, Body(embed=True, ge=1, le=64, description="15 asks a program to end, 9 ends it")],
+) -> Response:
+    """Send a signal to a command and its process group; no error when it has ended."""
+    await node.signal(sandbox_id, command_id, number)
+    return Response(status_code=204)
+
+
+@router.put("/sandboxes/{sandbox_id}/commands/{command_id}/stdin", status_code=204)
+async def write_stdin(
+    request: Request,
+    node: Node,
+    sandbox_id: Id,
+    command_id: CommandId,
+    end: Annotated[bool, Query(description="nothing comes after this")] = False,
+) -> Response:
+    """More for the standard input of a command that was started with `stdin_open`."""
+    await node.write_stdin(sandbox_id, command_id, await request.body(), end)
+    return Response(status_code=204)
 
 
 @router.post("/sandboxes/{sandbox_id}/shells", status_code=201, response_model=ShellInfo)

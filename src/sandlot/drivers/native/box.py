@@ -38,6 +38,11 @@ from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, StartF
 REQUEST_SECONDS = 20.0
 # To copy or list what a box has written: gigabytes at the speed of a disk.
 COPY_SECONDS = 1800.0
+# What the system's own words about a copy would not say.
+_OF_A_COPY = {
+    errno.E2BIG: "an extended attribute is larger than this disk can hold",
+    errno.EINVAL: "its access list (ACL) names users, which Linux before 6.2 cannot write to a snapshot",
+}
 # Of a list of what a box has written, for the node to hold: bytes, and entries, each of which takes about a kilobyte in
 # the end.
 MOST_LISTED, MOST_CHANGES = 16 << 20, 100_000
@@ -95,6 +100,12 @@ class NativeProcess:
 
     async def wait(self) -> Exit:
         return await asyncio.shield(self.exit)
+
+    async def signal(self, number: int) -> None:
+        if self.exit.done():
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        fields = [(Key.SIGNAL, number), (Key.RUN, self.run_id)]
+        await self._box._ask(Frame.SIGNAL, "signalling a command", fields)
 
     async def kill_tree(self) -> None:
         if not self.exit.done():
@@ -793,9 +804,7 @@ def _succeeded(answer: Answer, what: str) -> Answer:
     number = answer.number(Key.ERRNO) or 0
     if number:
         where = f" at /{answer.words()}" if answer.words() else ""
-        # The system's words for E2BIG are about a program's arguments; the copy means an extended attribute.
-        reason = "an extended attribute is larger than this disk can hold" if number == errno.E2BIG else None
-        raise HostFault(f"{what} failed{where}: {reason or os.strerror(number)}")
+        raise HostFault(f"{what} failed{where}: {_OF_A_COPY.get(number) or os.strerror(number)}")
     return answer
 
 
