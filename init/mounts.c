@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/openat2.h>
 #include <net/if.h>
 #include <stdio.h>
 #include <string.h>
@@ -25,6 +26,9 @@
 #ifndef MOVE_MOUNT_F_EMPTY_PATH
 #define MOVE_MOUNT_F_EMPTY_PATH 4
 #endif
+#ifndef MOVE_MOUNT_T_EMPTY_PATH
+#define MOVE_MOUNT_T_EMPTY_PATH 0x40
+#endif
 
 /* struct mount_attr of linux/mount.h, which clashes with sys/mount.h in older headers. */
 struct attributes {
@@ -43,41 +47,39 @@ static int clone_tree(const char *source)
 	return (int)syscall(SYS_open_tree, AT_FDCWD, source, OPEN_TREE_CLONE | AT_RECURSIVE | O_CLOEXEC);
 }
 
-static void make_parents(const char *target)
+/* A path of the image, as a place. Links on the way are followed, but for those of /proc: they lead past every root to
+ * what this process holds, and that are the trees of volumes. */
+static int place(const char *path, uint64_t flags)
 {
-	char path[4096];
+	struct open_how how = {.flags = O_PATH | O_CLOEXEC | flags, .resolve = RESOLVE_NO_MAGICLINKS};
 
-	if (strlen(target) >= sizeof path)
-		die(ENAMETOOLONG, "mkdir", target);
-	strcpy(path, target);
-	for (char *at = path + 1; (at = strchr(at, '/')); at++) {
-		*at = 0;
-		if (mkdir(path, 0755) < 0 && errno != EEXIST)
-			die(errno, "mkdir", path);
-		*at = '/';
-	}
+	return (int)syscall(SYS_openat2, AT_FDCWD, path, &how, sizeof how);
 }
 
-/* A mount point of the same kind as what is mounted on it. A link is one as it stands, wherever it may lead: move_mount
- * does not follow it either. */
-static void make_target(int tree, const char *target)
+/* The same, made with what leads to it where it is missing: of the same kind as `mode` says. With O_NOFOLLOW a link is
+ * the place itself, wherever it may lead. */
+static int make_place(const char *path, mode_t mode, uint64_t flags)
 {
-	struct stat what;
+	char parent[4096];
+	const char *name = strrchr(path, '/');
+	int fd = place(path, flags), at;
 
-	if (lstat(target, &what) == 0)
-		return;
-	if (fstat(tree, &what) < 0)
-		die(errno, "stat", target);
-	make_parents(target);
-	if (S_ISDIR(what.st_mode)) {
-		if (mkdir(target, 0755) < 0 && errno != EEXIST)
-			die(errno, "mkdir", target);
-	} else {
-		int fd = open(target, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
-		if (fd < 0)
-			die(errno, "create", target);
-		close(fd);
+	if (fd >= 0 || errno != ENOENT || !name)
+		return fd;
+	if ((size_t)(name - path) >= sizeof parent) {
+		errno = ENAMETOOLONG;
+		return -1;
 	}
+	snprintf(parent, sizeof parent, "%.*s", name == path ? 1 : (int)(name - path), path);
+	at = make_place(parent, S_IFDIR, 0);
+	if (at < 0)
+		return -1;
+	if (S_ISDIR(mode))
+		fd = mkdirat(at, name + 1, 0755);
+	else if ((fd = openat(at, name + 1, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644)) >= 0)
+		close(fd);
+	close(at);
+	return fd < 0 && errno != EEXIST ? -1 : place(path, flags);
 }
 
 /* Kernels before 5.12 have no mount_setattr: there the same flags go on by remounting, not below the top mount. */
@@ -99,7 +101,8 @@ static void restrict_old(const char *target, uint64_t flags)
 static void attach(int tree, const char *target, uint64_t flags)
 {
 	struct attributes attributes = {.propagation = MS_PRIVATE};
-	int old_kernel = 0;
+	struct stat what;
+	int old_kernel = 0, at;
 
 	attributes.set |= flags & ATTACH_READ_ONLY ? ATTR_RDONLY : 0;
 	attributes.set |= flags & ATTACH_NODEV ? ATTR_NODEV : 0;
@@ -110,9 +113,14 @@ static void attach(int tree, const char *target, uint64_t flags)
 			die(errno, "mount flags", target);
 		old_kernel = 1;
 	}
-	make_target(tree, target);
-	if (syscall(SYS_move_mount, tree, "", AT_FDCWD, target, MOVE_MOUNT_F_EMPTY_PATH) < 0)
+	if (fstat(tree, &what) < 0)
+		die(errno, "stat", target);
+	at = make_place(target, what.st_mode, O_NOFOLLOW);
+	if (at < 0)
+		die(errno, "mount point", target);
+	if (syscall(SYS_move_mount, tree, "", at, "", MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH) < 0)
 		die(errno, "mount", target);
+	close(at);
 	if (old_kernel)
 		restrict_old(target, flags);
 }

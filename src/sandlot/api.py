@@ -11,8 +11,9 @@ import base64
 import json
 import posixpath
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import (
@@ -118,6 +119,11 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def is_reference(image: str) -> bool:
+    """Whether the name of an image is one that a registry has: not `host`, a snapshot's or a directory's."""
+    return not image.startswith("/") and not {"/", ":", "@"}.isdisjoint(image)
+
+
 class Limits(Model):
     """What one sandbox may use. A limit named by the user is refused where the host cannot keep it; a default is kept
     as far as the host can, and `Info.losses` names what is not kept."""
@@ -194,7 +200,11 @@ class Profile(StrEnum):
 class SandboxSpec(Model):
     """What a sandbox is asked to be."""
 
-    image: str = Field(default="host", description="name of an image; `host` is this machine's /usr over a bare root")
+    image: str = Field(
+        default="host",
+        description="`host`, which is this machine's /usr over a bare root; the name of a snapshot or an import; one "
+        "of a registry, as `debian:12`, which is pulled where it is missing; or a directory of the host, as `/srv/x`",
+    )
     env: dict[str, str] = Field(default_factory=dict, description="environment of every command")
     cwd: str | None = Field(
         default=None,
@@ -441,6 +451,22 @@ class ImageInfo(Model):
     layers: int = Field(default=0, description="how many layers lie over the base")
 
 
+class LayerProgress(Model):
+    """How far one layer of an image is on its way here."""
+
+    digest: str
+    size: int = Field(description="bytes, packed")
+    fetched: int = 0
+    unpacked: bool = False
+
+
+class PullProgress(Model):
+    """How far an image is on its way here. The last one of a pull carries the image."""
+
+    layers: tuple[LayerProgress, ...] = ()
+    image: ImageInfo | None = None
+
+
 class Warm(Model):
     """Sandboxes that are kept ready: `create` of such a one takes a quarter of the time."""
 
@@ -609,11 +635,22 @@ class NodeAPI(Protocol):
         ...
 
     async def images(self) -> list[ImageInfo]:
-        """The snapshots that can be started from."""
+        """The images that are here, without `host`."""
         ...
 
-    async def image_info(self, name: str) -> ImageInfo:
+    async def image(self, name: str) -> ImageInfo:
         """One image, a build's hidden step too. Raises NotFound."""
+        ...
+
+    def pull_image(self, reference: str) -> AsyncGenerator[PullProgress, None]:
+        """Fetch an image from its registry, or what has changed there since; how far it is comes a few times a second.
+        All who want one image share one pull, which ends when the last of them gives up and then leaves nothing. Raises
+        InvalidRequest, NotFound (in the registry), Denied, Unreachable, BadImage, Unsupported."""
+        ...
+
+    async def import_image(self, name: str, path: Path) -> ImageInfo:
+        """Make an image out of a directory or file of the caller's host: an OCI layout (or a tar of one), what
+        `docker save` writes, or a root file system (or a tar of one). Raises Conflict (the name is taken), BadImage."""
         ...
 
     async def tag_image(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
@@ -622,11 +659,16 @@ class NodeAPI(Protocol):
         ...
 
     async def delete_image(self, name: str) -> None:
-        """Delete a snapshot; sandboxes made from it live on. Raises NotFound."""
+        """Delete an image; sandboxes made from it live on. Raises NotFound."""
         ...
 
     def export_image(self, name: str) -> AsyncIterator[bytes]:
-        """What a snapshot holds over its base, as a tar in the form of an OCI layer. Raises NotFound."""
+        """What an image holds over its base, as a tar in the form of an OCI layer. Raises NotFound."""
+        ...
+
+    async def prune_images(self) -> list[ImageInfo]:
+        """Delete the pulled images that no sandbox and no snapshot stands on, for they can be pulled again: which they
+        were."""
         ...
 
     async def pools(self) -> list[PoolInfo]:

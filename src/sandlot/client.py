@@ -12,8 +12,12 @@ import asyncio
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+import tarfile
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -33,6 +37,7 @@ from sandlot.api import (
     Info,
     Message,
     PoolInfo,
+    PullProgress,
     Run,
     RunResult,
     SandboxSpec,
@@ -46,6 +51,7 @@ from sandlot.api import (
     Target,
     Upstream,
     from_json,
+    is_reference,
     to_json,
 )
 from sandlot.errors import (
@@ -66,6 +72,7 @@ _CONNECT_SECONDS = 10.0
 _CREATE_SECONDS = 70.0
 _STEP_SECONDS = 40.0
 _COPY_SECONDS = 1830.0
+_IMPORT_SECONDS = 3630.0
 
 # How long a run with a key waits for a server that does not answer, and how often it looks (seconds).
 _AWAY_SECONDS = 60.0
@@ -116,8 +123,10 @@ class HttpNode:
             trust_env=False,
         )
         self._handlers: _Handlers | None = None
+        self._had: set[str] = set()  # images that the server had once: it is not asked again before each create
 
     async def create(self, spec: SandboxSpec) -> Info:
+        await self._have(spec.image)
         # Only what the caller set is sent: a limit that is named means more than the same number by default.
         asking = asyncio.ensure_future(
             self._call(
@@ -135,6 +144,17 @@ class HttpNode:
             await shielded(self._undo(asking))
             raise
 
+    async def _have(self, image: str) -> None:
+        """Let the server pull an image that it would pull by itself: how long that takes nobody knows, and who gives up
+        meanwhile ends it."""
+        if is_reference(image) and image not in self._had:
+            try:
+                await self.image(image)
+            except NotFound:
+                async for _ in self.pull_image(image):
+                    pass
+            self._had.add(image)
+
     async def _undo(self, asking: asyncio.Future[Info]) -> None:
         """Wait for a create that nobody wants any more, and destroy what it made."""
         await asyncio.wait((asking,))
@@ -147,6 +167,8 @@ class HttpNode:
     async def reset(self, sandbox_id: str, image: str | None = None) -> Info:
         path = _path(sandbox_id, "reset")
         content = json.dumps({"image": image})
+        if image is not None:
+            await self._have(image)
         return await self._call("POST", path, _INFO, f"resetting {sandbox_id}", _CREATE_SECONDS, content=content)
 
     async def snapshot(self, sandbox_id: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
@@ -171,29 +193,61 @@ class HttpNode:
     async def images(self) -> list[ImageInfo]:
         return await self._call("GET", "/v1/images", _IMAGES, "listing images")
 
-    async def image_info(self, name: str) -> ImageInfo:
-        return await self._call("GET", "/v1/image", _IMAGE, f"asking about the image {name}", params={"name": name})
+    async def image(self, name: str) -> ImageInfo:
+        return await self._call("GET", _image(name), _IMAGE, f"asking about the image {name}")
+
+    async def pull_image(self, reference: str) -> AsyncGenerator[PullProgress, None]:
+        content = json.dumps({"reference": reference})
+        lines = self._lines("POST", "/v1/images/pull", f"pulling {reference}", _STEP_SECONDS, content=content)
+        async for line in lines:
+            yield PullProgress.model_validate_json(line)
+
+    async def import_image(self, name: str, path: Path) -> ImageInfo:
+        def opened() -> BinaryIO:
+            return _tar_of(path) if path.is_dir() else path.open("rb")
+
+        try:
+            file = await asyncio.to_thread(opened)
+        except OSError as error:
+            raise NotFound(f"{path} cannot be read: {error.strerror}") from error
+        with file:
+            headers = {"Content-Type": "application/octet-stream"}
+            work = self._send(
+                "PUT", _image(name), f"importing {path}", _IMPORT_SECONDS, content=_pieces(file), headers=headers
+            )
+            return _IMAGE.validate_json(await work)
+
+    async def prune_images(self) -> list[ImageInfo]:
+        return await self._call("POST", "/v1/images/prune", _IMAGES, "deleting images that nobody uses", _COPY_SECONDS)
 
     async def tag_image(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
-        path = f"/v1/images/{quote(image, safe='')}/tag"
+        path = f"{_image(image)}/tag"
         content = json.dumps({"name": name, "config": config.model_dump() if config else None})
         return await self._call("POST", path, _IMAGE, f"naming the image {name}", _COPY_SECONDS, content=content)
 
     async def delete_image(self, name: str) -> None:
-        await self._send("DELETE", f"/v1/images/{quote(name, safe='')}", f"deleting {name}", _COPY_SECONDS)
+        await self._send("DELETE", _image(name), f"deleting {name}", _COPY_SECONDS)
 
     async def export_image(self, name: str) -> AsyncIterator[bytes]:
-        what = f"exporting {name}"
+        async with self._stream("GET", f"{_image(name)}/tar", f"exporting {name}", _COPY_SECONDS) as answer:
+            async for chunk in answer.aiter_bytes():
+                yield chunk
+
+    @asynccontextmanager
+    async def _stream(
+        self, method: str, path: str, doing: str, silence: float | None, **request: Any
+    ) -> AsyncIterator[httpx2.Response]:
+        """An answer that is read as it comes, a piece at least every so many seconds."""
+        timeout = httpx2.Timeout(_STEP_SECONDS, connect=_CONNECT_SECONDS, read=silence)
+        headers = {"Content-Type": "application/json"}
         try:
-            timeout = httpx2.Timeout(_STEP_SECONDS, read=_COPY_SECONDS)
-            async with self._client.stream("GET", f"/v1/images/{quote(name, safe='')}/tar", timeout=timeout) as answer:
+            async with self._client.stream(method, path, timeout=timeout, headers=headers, **request) as answer:
                 if not answer.is_success:
                     await answer.aread()
                     raise _refusal(answer)
-                async for chunk in answer.aiter_bytes():
-                    yield chunk
+                yield answer
         except httpx2.TransportError as error:
-            raise self._broken(error, what) from None
+            raise self._broken(error, doing) from None
 
     async def pools(self) -> list[PoolInfo]:
         return await self._call("GET", "/v1/pools", _POOLS, "asking for the warm pools")
@@ -240,26 +294,21 @@ class HttpNode:
 
     async def follow(self, sandbox_id: str, command_id: str, out: int = 0, err: int = 0) -> AsyncIterator[Chunk]:
         path = _command_path(sandbox_id, command_id, f"output?out={out}&err={err}")
-        async for line in self._lines(path, f"following command {command_id}"):
+        async for line in self._lines("GET", path, f"following command {command_id}", None):
             yield from_json(_CHUNK, line)
 
-    async def _lines(self, path: str, doing: str) -> AsyncIterator[bytes]:
+    async def _lines(
+        self, method: str, path: str, doing: str, silence: float | None, **request: Any
+    ) -> AsyncIterator[bytes]:
         """The lines of an answer, as they come: an error that comes in the middle is the last one."""
-        timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
         left = b""
-        try:
-            async with self._client.stream("GET", path, timeout=timeout) as answer:
-                if not answer.is_success:
-                    await answer.aread()
-                    raise _refusal(answer)
-                async for piece in answer.aiter_bytes():
-                    *lines, left = (left + piece).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b'{"error"'):
-                            raise from_wire(json.loads(line), 500)
-                        yield line
-        except httpx2.TransportError as error:
-            raise self._broken(error, doing) from None
+        async with self._stream(method, path, doing, silence, **request) as answer:
+            async for piece in answer.aiter_bytes():
+                *lines, left = (left + piece).split(b"\n")
+                for line in lines:
+                    if line.startswith(b'{"error"'):
+                        raise from_wire(json.loads(line), 500)
+                    yield line
 
     async def signal(self, sandbox_id: str, command_id: str, number: int) -> None:
         path = _command_path(sandbox_id, command_id, "signal")
@@ -409,6 +458,25 @@ def _refusal(response: httpx2.Response) -> SandlotError:
     except ValueError:
         body = None
     return from_wire(body, response.status_code)
+
+
+def _image(name: str) -> str:
+    return f"/v1/images/{quote(name, safe='')}"
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(file.read, 1 << 20):
+        yield piece
+
+
+def _tar_of(directory: Path) -> BinaryIO:
+    """A directory as a file without a name, to be sent."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  (it is returned)
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for each in sorted(directory.iterdir()):
+            tar.add(each, each.name)
+    file.seek(0)
+    return file
 
 
 def _path(sandbox_id: str, rest: str = "") -> str:

@@ -11,6 +11,8 @@ Sandlot was broken or that the caller asked for something that cannot be had.
     ├── Conflict           409 conflict       the name, key or port is taken
     ├── SandboxEnded       410 ended          the sandbox is gone; the message says why and when
     ├── Unsupported        422 unsupported    this host cannot keep what was asked for by name
+    ├── BadImage           422 bad_image      an image is damaged, hostile, or not what its digest says
+    ├── Denied             403 denied         a registry does not give this node what it asks for
     ├── StartFailed        500 start_failed   a sandbox could not be made; the step and errno are named
     ├── HostFault          507 host_fault     disk full, out of descriptors, a dead helper: the host's trouble
     ├── BuildFailed        422 build          a command of a build failed
@@ -96,6 +98,20 @@ class Unsupported(SandlotError):
 
     code = "unsupported"
     status = 422
+
+
+class BadImage(SandlotError):
+    """An image is damaged, breaks off, does more than an image may, or is not what its digest says."""
+
+    code = "bad_image"
+    status = 422
+
+
+class Denied(SandlotError):
+    """A registry does not let this node have an image: no login, a wrong one, or one that has run out."""
+
+    code = "denied"
+    status = 403
 
 
 class StartFailed(SandlotError):

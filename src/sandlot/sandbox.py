@@ -361,16 +361,17 @@ async def open_node(
     name: str | None = None,
     orphan_grace: float = 0.0,
     warm: Sequence[Warm] = (),
+    registries: Sequence[str] | None = None,
 ) -> NodeAPI:
     """A node to make sandboxes on, which the caller closes: of this process, started, or the server at `url`. The last
-    three are of a node of this process: see `local_node`."""
+    four are of a node of this process: see `local_node`."""
     if url is not None:
         from sandlot.client import HttpNode
 
         return HttpNode(url, api_key)
     from sandlot.node.node import local_node  # the one place above the node that knows it
 
-    node = local_node(state_dir, name=name, orphan_grace=orphan_grace, warm=warm)
+    node = local_node(state_dir, name=name, orphan_grace=orphan_grace, warm=warm, registries=registries)
     await node.start()
     return node
 

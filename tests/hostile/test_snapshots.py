@@ -47,7 +47,7 @@ async def program_on_disk(node: Node, box: Sandbox) -> Path:
 
 
 def _images(node: Node) -> Path:
-    return node.driver._layers._directory  # type: ignore[attr-defined]
+    return node.driver._layers.directory  # type: ignore[attr-defined]
 
 
 def reach(program: Path) -> str:

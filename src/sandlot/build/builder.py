@@ -94,7 +94,7 @@ class _Builder:
 
     async def build(self, what: Build, name: str) -> ImageInfo:
         with suppress(NotFound):
-            if (await self._node.image_info(name)).kind != "built":  # rather now than when all is done
+            if (await self._node.image(name)).kind != "built":  # rather now than when all is done
                 raise Conflict(f"the image {name} was not built, and is not replaced", "choose another name")
         base = await self._base(what.base)
         image, config = what.base, base.config
@@ -123,16 +123,16 @@ class _Builder:
 
     async def _base(self, name: str) -> ImageInfo:
         try:
-            return await self._node.image_info(name)
+            return await self._node.image(name)
         except NotFound:  # of another kind of name, perhaps: then the first box fetches it
             box = await self._node.create(SandboxSpec(image=name))
             await shielded(self._node.destroy(box.id))
-            return await self._node.image_info(name)
+            return await self._node.image(name)
 
     async def _cached(self, key: str) -> ImageInfo | None:
         if self._options.cache:
             with suppress(NotFound):
-                return await self._node.image_info(STEP + key)
+                return await self._node.image(STEP + key)
         return None
 
     def _files(self, step: Step) -> tuple[Tree, str]:
@@ -165,7 +165,7 @@ class _Builder:
             try:
                 return await self._node.snapshot(box, STEP + what.key, config), output
             except Conflict:  # another build has done the same meanwhile
-                return await self._node.image_info(STEP + what.key), output
+                return await self._node.image(STEP + what.key), output
         finally:
             await shielded(self._node.destroy(box))
 

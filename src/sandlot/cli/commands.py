@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("sandlot.cli.show:show", "Show a training run: its table and its curve."),
     "serve": ("sandlot.cli.serve:serve", "Serve sandboxes of this host over HTTP."),
     "image build": ("sandlot.cli.build:build", "Build an image from a recipe or a Dockerfile."),
-    "image": ("sandlot.cli.image:image", "List, delete or export images that were made from sandboxes."),
+    "image": ("sandlot.cli.image:image", "Pull, import, list, delete or export images."),
     "doctor": ("sandlot.cli.doctor:doctor", "Say what this host can and cannot do, and what fixes it."),
     "version": ("sandlot.cli.commands:version", "Print the version."),
 }
@@ -78,6 +78,9 @@ def _app(called: str | None) -> typer.Typer:
 
     for name, (target, line) in COMMANDS.items():
         function = _load(target) if name == called else _not_called
+        if isinstance(function, typer.Typer):
+            app.add_typer(function, name=name, short_help=line)
+            continue
         # Options come before the first positional word: what follows belongs to the command that is to be run.
         settings = {"allow_interspersed_args": False} if name == "run" else {}
         app.command(name, help=None if name == called else line, short_help=line, context_settings=settings)(function)

@@ -18,7 +18,7 @@ import typer
 from pydantic import ValidationError
 
 from sandlot import asgi
-from sandlot.api import Warm
+from sandlot.api import Profile, Warm
 from sandlot.cli import interrupt, say
 from sandlot.errors import Conflict, HostFault, InvalidRequest, Unsupported
 
@@ -43,6 +43,14 @@ def serve(
             "whole only, and what they write there belongs to the server's user, programs too. May be repeated.",
         ),
     ] = None,
+    allow_registry: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="A registry that images may be pulled from, and no other; it may be one that is not public. Without "
+            "this option any that is public. May be repeated.",
+        ),
+    ] = None,
     allow_network: Annotated[
         Literal["none", "host"], typer.Option(help="`host` lets callers make sandboxes with this host's network.")
     ] = "none",
@@ -62,7 +70,8 @@ def serve(
 ) -> int:
     """Serve sandboxes of this host over HTTP. Ctrl-C or SIGTERM ends them all, and then the server.
 
-    Who can call it can make sandboxes, and mount into them what `--allow-volumes` names: by default nothing.
+    Who can call it can make sandboxes, mount into them what `--allow-volumes` names, by default nothing, and pull
+    images from public registries, or those that `--allow-registry` names.
     """
     asgi.require()
     try:
@@ -77,8 +86,8 @@ def serve(
         )
     allowed = AllowedVolumes.named(allow_volumes or ())
     kept = tuple(_warm(words) for words in warm or ())
-    networks = frozenset({"none", allow_network})
-    work = _serve(host, port, api_key, allowed, networks, state_dir, orphan_grace, kept)
+    networks, registries = frozenset({"none", allow_network}), tuple(allow_registry or ())
+    work = _serve(host, port, api_key, allowed, networks, registries, state_dir, orphan_grace, kept)
     try:
         return interrupt.run(work, interrupt.fast_loop())
     except interrupt.Interrupted as told:
@@ -86,10 +95,12 @@ def serve(
 
 
 def _warm(words: str) -> Warm:
-    kind, _, size = words.rpartition("=")
-    image, _, profile = kind.partition(":")
+    image, _, size = words.rpartition("=")
+    profile = "default"
+    if image.rpartition(":")[2] in tuple(Profile):  # else it is a tag
+        image, _, profile = image.rpartition(":")
     try:
-        return Warm.model_validate({"image": image or "host", "profile": profile or "default", "size": size})
+        return Warm.model_validate({"image": image or "host", "profile": profile, "size": size})
     except ValidationError:
         hint = "write it as `--warm host=20`, or `--warm host:strict=20`"
         raise InvalidRequest(f"{words!r} is not a pool of warm sandboxes", hint) from None
@@ -101,20 +112,27 @@ async def _serve(
     api_key: str | None,
     allowed: AllowedVolumes,
     networks: frozenset[str],
+    registries: tuple[str, ...],
     state_dir: Path | None,
     orphan_grace: float,
     warm: tuple[Warm, ...],
 ) -> NoReturn:
     """Serves until it is cancelled."""
+    from sandlot.node.ledger import image_store
     from sandlot.sandbox import open_node
     from sandlot.server.app import create_app
 
     with _listener(host, port) as listener:
         # The address is ours alone, so whoever served there before is dead.
         name = f"{host} {listener.getsockname()[1]}"
-        node = await open_node(state_dir=state_dir, name=name, orphan_grace=orphan_grace, warm=warm)
+        node = await open_node(
+            state_dir=state_dir, name=name, orphan_grace=orphan_grace, warm=warm, registries=registries
+        )
         try:
-            served = await asgi.serve(listener, create_app(node, api_key, allowed, networks))
+            # Beside the images, for there is room for them.
+            spool = image_store(state_dir).parent
+            spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+            served = await asgi.serve(listener, create_app(node, api_key, allowed, networks, spool))
             shown = f"[{host}]" if ":" in host else host
             say.out(f"listening on http://{shown}:{listener.getsockname()[1]}")
             try:

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sandlot.api import Capability, Change, Ending, ImageConfig, ImageInfo, SandboxSpec, Stats
+from sandlot.api import (
+    Capability,
+    Change,
+    Ending,
+    ImageConfig,
+    ImageInfo,
+    LayerProgress,
+    PullProgress,
+    SandboxSpec,
+    Stats,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +197,27 @@ class Remains:
     forget: Callable[[], None] = lambda: None
 
 
+class Progress:
+    """How far an image is on its way here. Whoever fetches it says so; whoever wants to know looks."""
+
+    def __init__(self) -> None:
+        self._layers: list[LayerProgress] = []
+        self._fetched: list[int] = []  # beside them: it changes a thousand times a second
+
+    def begin(self, layers: list[LayerProgress]) -> None:
+        self._layers, self._fetched = layers, [layer.fetched for layer in layers]
+
+    def fetched(self, index: int, have: int) -> None:
+        self._fetched[index] = have
+
+    def unpacked(self, index: int) -> None:
+        self._layers[index] = self._layers[index].model_copy(update={"unpacked": True})
+
+    def seen(self) -> PullProgress:
+        layers = zip(self._layers, self._fetched, strict=True)
+        return PullProgress(layers=tuple(layer.model_copy(update={"fetched": have}) for layer, have in layers))
+
+
 class Driver(Protocol):
     """Makes boxes."""
 
@@ -231,6 +262,20 @@ class Driver(Protocol):
         """One image, those that are not listed too. Raises NotFound."""
         ...
 
+    async def pull(self, reference: str, progress: Progress) -> ImageInfo:
+        """Fetch an image from its registry, under its full name; one that is here as it is there is only named. Waits
+        for another node of the same store that fetches it. Whoever fails or is cancelled leaves nothing. Raises what
+        `NodeAPI.pull_image` does."""
+        ...
+
+    async def import_(self, name: str, path: Path, progress: Progress) -> ImageInfo:
+        """Make an image of a file or directory: see `NodeAPI.import_image`."""
+        ...
+
+    async def idle_images(self) -> list[ImageInfo]:
+        """The pulled images on which nothing stands."""
+        ...
+
     async def tag(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
         """Another name for the same layers, as `NodeAPI.tag_image` says."""
         ...
@@ -245,7 +290,7 @@ class Driver(Protocol):
         ...
 
     async def export(self, image: str, out: int) -> None:
-        """Write a snapshot's own layers as one tar to a descriptor, in the form of an OCI layer (whiteouts as `.wh.`
+        """Write an image's own layers as one tar to a descriptor, in the form of an OCI layer (whiteouts as `.wh.`
         files). Raises NotFound."""
         ...
 

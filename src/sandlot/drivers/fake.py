@@ -28,9 +28,9 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, TypeVar
 
 from sandlot.api import NO_CONFIG, Capability, Change, Ending, ImageConfig, ImageInfo, SandboxSpec, Stats
-from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Exit, Hold, Keeping, Remains, Spawn
+from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Exit, Hold, Keeping, Progress, Remains, Spawn
 from sandlot.drivers.layers import FORK, HIDDEN, check_name
-from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded
+from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, Unsupported
 
 T = TypeVar("T")
 
@@ -440,6 +440,15 @@ class FakeDriver:
         self._snapshots[name] = info, self._snapshots[image][1]
         return info
 
+    async def pull(self, reference: str, progress: Progress) -> ImageInfo:
+        raise _no_images(reference)
+
+    async def import_(self, name: str, path: Path, progress: Progress) -> ImageInfo:
+        raise _no_images(name)
+
+    async def idle_images(self) -> list[ImageInfo]:
+        return []
+
     async def forget(self, image: str) -> None:
         if image == "host":
             raise Conflict("the image of every fake box cannot be deleted")
@@ -466,6 +475,10 @@ class FakeDriver:
 
 
 _LOSSES = [Capability(name="isolation", state="loss", found="a fake box isolates nothing", fix="use the native driver")]
+
+
+def _no_images(name: str) -> Unsupported:
+    return Unsupported(f"a fake box has no root file system to be made from {name}", "use the native driver")
 
 
 def _read_tar(source: int, top: str) -> list[tuple[str, bytes | None]]:

@@ -1,8 +1,7 @@
-"""Image names to read-only directories on disk.
+"""Images that are directories of this host: `host`, and those that are named by their path.
 
-Owns `images/` in a node's directory. Knows one image so far: `host`, a bare root of a few files over which this
-machine's /usr and the interpreter that runs sandlot are mounted read-only. Nothing of the host's /home, /root, /var,
-/run or /tmp is in it.
+Owns `images/` in a node's directory, where `host` is: a bare root of a few files over which this machine's /usr and the
+interpreter that runs sandlot are mounted read-only. Nothing of the host's /home, /root, /var, /run or /tmp is in it.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ class Image:
     directories: tuple[tuple[str, int], ...] = ()
     networked: tuple[tuple[str, str], ...] = ()  # as `binds`, for boxes that have the host's network
     layers: tuple[str, ...] = ()  # what boxes wrote over `root`, one over the other, the last on top
+    base: str = "host"  # the name of the image that `root` is
     config: ImageConfig = NO_CONFIG
 
     def facts(self) -> dict[str, Any]:
@@ -88,9 +88,9 @@ class Images:
         self._host: Image | None = None
 
     def resolve(self, name: str) -> Image:
-        """The image of that name, made ready on first use. Raises NotFound, HostFault (disk)."""
+        """`host`, made ready on first use, or the directory of that path. Raises NotFound, HostFault (disk)."""
         if name != "host":
-            raise NotFound(f"there is no image {name!r} on this node", "images that exist: `host`")
+            return _of_directory(name)
         if self._host is None:
             try:
                 self._host = _make_host_image(self._directory / "host")
@@ -101,6 +101,15 @@ class Images:
                     "free some space there, or choose another state directory with `--state-dir`",
                 ) from error
         return self._host
+
+
+def _of_directory(name: str) -> Image:
+    """A root file system where it lies. What every program expects and it lacks is made in each box."""
+    root = Path(os.path.realpath(name.replace("\0", "")))
+    if not root.is_dir() or "\0" in name:
+        raise NotFound(f"there is no directory {name} on this host", "the path of an image leads to its root")
+    missing = [each for each in ("root", "tmp") if not os.path.lexists(root / each)]
+    return Image(name, str(root), directories=tuple((each, _DIRECTORIES[each]) for each in missing), base=name)
 
 
 def _make_host_image(final: Path) -> Image:

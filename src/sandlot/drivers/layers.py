@@ -1,18 +1,22 @@
-"""Snapshots on disk: named images that lie over another image, as layers that are copied once and never changed.
+"""Images on disk, as layers that are written once and never changed.
 
 Owns `images/` of a state directory, which all nodes with that directory share:
 
-    NAME.json       what an image is: its base, its layers from the lowest up, its size
-    .ID             the same before it has its name
+    NAME.json       what an image is: its base, its layers from the lowest up, its size; the name quoted as in a URL
+    NAME.lock       locked by who fetches the image of that name
+    .ID             what an image is before it has its name
     layers/ID/      the files of one layer, owners as the box saw them
     layers/ID.lock  locked by whoever writes the layer, and, shared, by each box that stands on it
 
-A layer that no image names and nobody has locked is removed. Nothing here copies a file: the driver does, inside.
+A snapshot lies over another image: `host`, a directory, or one whose lowest layer is a whole root file system, as that
+of a pulled image is. A layer that no image names and nobody has locked is removed. Nothing here copies a file: the
+driver does, inside.
 Nobody but the node's user may enter `images/`, for a layer's set-id programs are as good as those of the host.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import io
@@ -30,8 +34,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
+from urllib.parse import quote, unquote
 
-from sandlot.api import ImageInfo
+from sandlot.api import ImageInfo, is_reference
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, Unsupported
 
 # Each layer is one more directory to look a name up in; the kernel takes many more, a program's start does not.
@@ -43,6 +48,9 @@ FORK = "fork-"
 STEP = "step-"
 # Neither is listed.
 HIDDEN = (FORK, STEP)
+
+# How often who waits for another node's pull looks whether it is over (seconds).
+_LOOK_SECONDS = 0.2
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 _STEP = re.compile(STEP + r"[0-9a-f]{32}")
@@ -65,6 +73,11 @@ class Snapshot:
     info: ImageInfo
     layers: tuple[str, ...]  # ids, the lowest first
 
+    @property
+    def roots(self) -> int:
+        """How many of the layers, the lowest, are not over the base but it: 1, or 0 where that is not in the store."""
+        return int(self.info.base != "host" and not self.info.base.startswith("/"))
+
 
 class Layer:
     """One that is being written: `path` is an empty directory. It is dropped unless it is `named`."""
@@ -85,14 +98,20 @@ class Layer:
 
 
 class Layers:
-    """The snapshots of one state directory."""
+    """The images of one state directory."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._layers = directory / "layers"
 
     def layer_path(self, layer: str) -> Path:
         return self._layers / layer
+
+    def _file(self, name: str) -> Path:
+        """Where an image of that name is. Raises FileNotFoundError for what cannot be one."""
+        if not _NAME.fullmatch(name) and not is_reference(name):
+            raise FileNotFoundError
+        return self.directory / f"{quote(name, safe='')}.json"
 
     def begin(self) -> Layer:
         """A new layer to be filled. Raises OSError, HostFault."""
@@ -103,7 +122,7 @@ class Layers:
     def _check_private(self) -> None:
         """Raises HostFault unless nobody but this user gets at the layers: they hold set-id programs and file
         capabilities just as a box made them, which count here, outside, for whoever runs them."""
-        for directory in (self._directory, self._layers):
+        for directory in (self.directory, self._layers):
             try:
                 # A link of somebody else's could lead anywhere, by now or later.
                 ours = {directory.lstat().st_uid, directory.stat().st_uid} == {os.geteuid()}
@@ -147,19 +166,44 @@ class Layers:
             raise
         return locks
 
-    def name(self, info: ImageInfo, layers: tuple[str, ...]) -> Snapshot:
-        """Make an image of layers. Raises Conflict when there is one of that name; but a built one takes the place of
-        an older one, unless that is the same: then it stays."""
+    async def only_one(self, name: str) -> int:
+        """A descriptor that holds the lock of those who fetch an image of this name, once nobody else has it."""
+        self._layers.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._file(name).with_suffix(".lock")
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.stat().st_ino == os.fstat(fd).st_ino:  # else it was removed by who had it
+                    return fd
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+            await asyncio.sleep(_LOOK_SECONDS)  # no event tells that another process lets go of a lock
+
+    def let_go(self, name: str, lock: int) -> None:
+        self._file(name).with_suffix(".lock").unlink(missing_ok=True)
+        os.close(lock)
+
+    def name(self, info: ImageInfo, layers: tuple[str, ...], replace: bool = False) -> Snapshot:
+        """Make an image of layers. Raises Conflict when there is one of that name that is not to be replaced; but a
+        built one takes the place of an older one, unless that is the same: then it stays."""
         text = json.dumps({"info": info.model_dump(), "layers": layers})
-        path = self._directory / f"{info.name}.json"
-        unfinished = self._directory / f".{secrets.token_hex(8)}"
+        path = self._file(info.name)
+        unfinished = self.directory / f".{secrets.token_hex(8)}"
         try:
             with unfinished.open("w") as file:
                 file.write(text)
                 if not info.name.startswith(FORK):  # one without a name does not outlive its node anyway
                     file.flush()
                     os.fsync(file.fileno())  # else a host that loses power may keep the name and lose the text
-            os.link(unfinished, path)  # whole or not at all, and never over another
+            if replace:
+                unfinished.rename(path)
+            else:
+                os.link(unfinished, path)  # whole or not at all, and never over another
         except FileExistsError:
             with suppress(NotFound):
                 older = self.find(info.name)
@@ -178,38 +222,38 @@ class Layers:
     def find(self, name: str) -> Snapshot:
         """Raises NotFound, HostFault."""
         self._check_private()
-        path = self._directory / f"{name}.json"
         try:
-            if not _NAME.fullmatch(name):
-                raise FileNotFoundError
-            return _read(name, path.read_text())
+            return _read(name, self._file(name).read_text())
         except FileNotFoundError:
             shown = [f"`{each.info.name}`" for each in self.all() if not each.info.name.startswith(HIDDEN)]
-            names = ", ".join(shown[:10])
-            raise NotFound(
-                f"there is no image {name!r} on this node", f"images that exist: `host`{', ' if names else ''}{names}"
-            ) from None
+            hint = f"images that exist: {', '.join(['`host`', *shown[:10]])}"
+            if _NAME.fullmatch(name):
+                hint += f"; that of a registry has its tag in its name: `{name}:latest`"
+            raise NotFound(f"there is no image {name!r} on this node", hint) from None
         except ValueError as error:
             raise NotFound(
-                f"the image {name} is damaged: {path} does not say what it is", f"delete it: `sandlot image rm {name}`"
+                f"the image {name} is damaged: {self._file(name)} does not say what it is",
+                f"delete it: `sandlot image rm {name}`",
             ) from error
+
+    def of_digest(self, digest: str) -> Snapshot | None:
+        """An image that was made from the manifest of this digest, under whatever name."""
+        return next((each for each in self.all() if each.info.digest == digest), None)
 
     def all(self) -> list[Snapshot]:
         """Those that are whole. Raises HostFault."""
         self._check_private()
         found = []
-        for path in sorted(self._directory.glob("[!.]*.json")):
+        for path in sorted(self.directory.glob("[!.]*.json")):
             with suppress(FileNotFoundError, ValueError):  # deleted meanwhile, or damaged
-                found.append(_read(path.stem, path.read_text()))
+                found.append(_read(unquote(path.stem), path.read_text()))
         return found
 
     def delete(self, name: str) -> None:
         """The name goes at once, its layers when nothing stands on them any more. Raises NotFound, HostFault."""
         self._check_private()
         try:
-            if not _NAME.fullmatch(name):
-                raise FileNotFoundError
-            (self._directory / f"{name}.json").unlink()
+            self._file(name).unlink()
         except FileNotFoundError:
             self.find(name)  # says which there are
 
@@ -218,7 +262,7 @@ class Layers:
         and so does what a node was killed over while it named one."""
         if not self._layers.is_dir():
             return []
-        for path in self._directory.glob(".*"):
+        for path in self.directory.glob(".*"):
             if _LAYER.fullmatch(path.name[1:]):
                 with suppress(OSError):
                     if time.time() - path.stat().st_mtime > _UNFINISHED_SECONDS:
@@ -230,6 +274,21 @@ class Layers:
                     self.delete(each.info.name)
         named = {layer for each in self.all() for layer in each.layers}
         return [path.stem for path in self._layers.glob("*.lock") if path.stem not in named]
+
+    def idle(self) -> list[ImageInfo]:
+        """Those that can be had again and on which no box stands: a build's steps, and the pulled images on which no
+        other image stands either."""
+        found = self.all()
+        others = [each for each in found if each.info.kind != "pulled" and not each.info.name.startswith(STEP)]
+        idle = []
+        for each in found:
+            step = each.info.name.startswith(STEP)
+            if not step and (each.info.kind != "pulled" or any(each.layers[0] in other.layers for other in others)):
+                continue
+            with suppress(BlockingIOError):
+                os.close(self.lock(each.layers[-1], fcntl.LOCK_EX))
+                idle.append(each.info)
+        return idle
 
     def drop(self, layer: str) -> bool:
         """Remove a layer that no image names. False: a box stands on it. Raises OSError when its files resist."""
@@ -268,11 +327,11 @@ def _read(name: str, text: str) -> Snapshot:
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidRequest unless it can be an image's name."""
+    """Raises InvalidRequest unless it can be the name of an image that is made here."""
     hidden = name.startswith(HIDDEN) and not _STEP.fullmatch(name)
     if not _NAME.fullmatch(name) or name == "host" or hidden:
         raise InvalidRequest(
-            f"{name!r} cannot be the name of a snapshot",
+            f"{name!r} cannot be the name of an image that is made here",
             f"use small letters, digits, `.`, `_` and `-`; not `host`, and not `{FORK}…` or `{STEP}…`",
         )
 
@@ -288,22 +347,23 @@ def _insist(_function: object, name: str, _error: object) -> None:
         path.unlink()
 
 
-def export(paths: list[Path], base: Path, out: int, root: int) -> None:
-    """Layers, the lowest first, as one tar in the form of an OCI layer over `base`. Of an ordinary user (`root`; 0: ids
-    are as the box saw them) that user's files are root's. Blocks. Raises OSError (EPIPE: nobody reads), Unsupported for
-    what cannot be read, or be said in this form."""
+def export(paths: list[Path], base: Path | None, out: int, root: int) -> None:
+    """Layers, the lowest first, as one tar in the form of an OCI layer over `base` (None: over nothing). Of an ordinary
+    user (`root`; 0: ids are as the box saw them) that user's files are root's. Blocks. Raises OSError (EPIPE: nobody
+    reads), Unsupported for what cannot be read, or be said in this form."""
     tops = paths[::-1]
+    over = base is not None
     try:
-        with closing(Tree(base)) as below:
+        with closing(Tree(base or paths[0])) as below:
             if root:  # before the first byte: a tar that breaks off is easily taken for a whole one
-                for _, path in _merged(tops, "", below, over=True):
+                for _, path in _merged(tops, "", below, over):
                     if path is not None:
                         _check_ours(path, root)
             with (
                 os.fdopen(os.dup(out), "wb") as file,
                 tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar,
             ):
-                for name, path in _merged(tops, "", below, over=True):
+                for name, path in _merged(tops, "", below, over):
                     if path is not None:
                         _add(tar, path, name, root)
                     else:

@@ -28,6 +28,7 @@ from sandlot.errors import HostFault, host_fault
 _HALF_MADE_SECONDS = 60
 # Another node holds the lock of a dead one's directory for as long as it takes to see whether boxes live.
 _SWEPT_SECONDS = 2.0
+_SYSTEM = Path("/var/lib/sandlot")
 _NAME = "name"  # the file that says which server's directory it is
 
 
@@ -36,12 +37,23 @@ def default_state_dir() -> Path:
     user = os.geteuid()
     if user == 0:
         # On disk rather than under /run: before Linux 6.3 a tmpfs cannot show its files with other owners.
-        if _is_ours(Path("/var/lib/sandlot")):
-            return Path("/var/lib/sandlot")
+        if _is_ours(_SYSTEM):
+            return _SYSTEM
         # Root of a user namespace only, so an ordinary user of the host: the second word is who that is.
         user = int(Path("/proc/self/uid_map").read_text().split()[1])
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime, "sandlot") if runtime else Path(f"/tmp/sandlot-{user}")
+
+
+def image_store(state_dir: Path | None = None) -> Path:
+    """Where the nodes of a state directory (None: this user's default) keep their images. Of an ordinary user's
+    default not in there: it is in memory mostly, where a gigabyte is dear and gone with the next start of the host."""
+    root = default_state_dir()
+    if state_dir is not None or root == _SYSTEM:
+        return (state_dir or root) / "images"
+    data = Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share"))  # noqa: PTH111  (may be none)
+    first = next(each for each in (data, *data.parents) if each.exists())
+    return (data / "sandlot" if data.is_absolute() and os.access(first, os.W_OK) else root) / "images"
 
 
 def _is_ours(root: Path) -> bool:

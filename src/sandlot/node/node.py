@@ -25,7 +25,7 @@ import secrets
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from sandlot.api import (
     ImageInfo,
     Info,
     PoolInfo,
+    PullProgress,
     Run,
     RunResult,
     SandboxSpec,
@@ -57,14 +58,16 @@ from sandlot.api import (
     Target,
     Upstream,
     Warm,
+    is_reference,
 )
 from sandlot.drivers.base import Adopted, Box, Death, Driver, Exit, Hold, Keeping, Process, Spawn
 from sandlot.drivers.layers import FORK
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, SandlotError, host_fault
 from sandlot.node import files
-from sandlot.node.ledger import Ledger, NodeDirectory
+from sandlot.node.ledger import Ledger, NodeDirectory, image_store
 from sandlot.node.live import About, Command, Live, Note, Route, clock
 from sandlot.node.pool import Pool
+from sandlot.node.pulls import Pulls
 from sandlot.node.shell import Shell
 from sandlot.node.streams import Input, Stream, input_file
 
@@ -151,7 +154,8 @@ class Node:
         killed by `orphan_grace` seconds; `warm` are kept ready."""
         self.driver = driver
         self._grace = orphan_grace
-        self._pool = Pool(driver, warm, orphan_grace)
+        self._pulls = Pulls(driver)
+        self._pool = Pool(driver, warm, orphan_grace, self._pulls.have)
         self._state_dir = state_dir
         self._directory = directory
         self._live: dict[str, Live] = {}
@@ -270,6 +274,7 @@ class Node:
         await shielded(self._close())
 
     async def _close(self) -> None:
+        await self._pulls.close()
         if self._making:  # each ends with a box in the table or with nothing, and no more are begun
             await asyncio.wait(self._making, timeout=CREATE_SECONDS + STEP_SECONDS)
         await self._pool.close()
@@ -312,6 +317,9 @@ class Node:
             done.set_result(None)
 
     async def create(self, spec: SandboxSpec) -> Info:
+        if self._closing:
+            raise HostFault("the node is shutting down")
+        await self._pulls.have(spec.image)
         named = frozenset(spec.limits.model_fields_set) if "limits" in spec.model_fields_set else frozenset[str]()
         return await self._create(spec, named)
 
@@ -626,6 +634,8 @@ class Node:
     async def reset(self, sandbox_id: str, image: str | None = None) -> Info:
         live = self._running(sandbox_id)
         with live:
+            if image is not None:
+                await self._pulls.have(image)
             async with live.changing:
                 return await shielded(self._reset(live, image))
 
@@ -736,11 +746,32 @@ class Node:
                 await self._step(live, f"pause or resume sandbox {sandbox_id}", work)
             return live.info()
 
+    # Images.
+
     async def images(self) -> list[ImageInfo]:
         return await self.driver.images()
 
-    async def image_info(self, name: str) -> ImageInfo:
+    async def image(self, name: str) -> ImageInfo:
         return await self.driver.image(name)
+
+    def pull_image(self, reference: str) -> AsyncGenerator[PullProgress, None]:
+        if not is_reference(reference):
+            raise InvalidRequest(
+                f"{reference!r} names no image of a registry", f"with its tag it does: `{reference}:latest`"
+            )
+        return self._pulls.follow(reference)
+
+    async def import_image(self, name: str, path: Path) -> ImageInfo:
+        return await self._pulls.import_(name, path)
+
+    async def prune_images(self) -> list[ImageInfo]:
+        pruned = []
+        async with deadline(COPY_SECONDS, "deleting images that nobody uses"):
+            for image in await self.driver.idle_images():
+                with suppress(NotFound):
+                    await self.driver.forget(image.name)
+                    pruned.append(image)
+        return pruned
 
     async def tag_image(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
         async with deadline(COPY_SECONDS, f"naming the image {name}"):
@@ -753,9 +784,9 @@ class Node:
             await self.driver.forget(name)
 
     async def export_image(self, name: str) -> AsyncIterator[bytes]:
-        known = {image.name for image in await self.driver.images()}
-        if name not in known:
-            raise NotFound(f"there is no image {name!r} that can be exported", "those that exist: `sandlot image list`")
+        if name == "host":
+            raise NotFound("the image `host` is this machine itself, and has nothing to export")
+        await self.driver.image(name)
         read, write = os.pipe2(os.O_CLOEXEC)
         writing = asyncio.ensure_future(self._export(name, write))
         try:
@@ -1020,15 +1051,22 @@ def _not_started(program: str, cwd: str, ended: Exit) -> str:
 
 
 def local_node(
-    state_dir: Path | None = None, *, name: str | None = None, orphan_grace: float = 0.0, warm: Sequence[Warm] = ()
+    state_dir: Path | None = None,
+    *,
+    name: str | None = None,
+    orphan_grace: float = 0.0,
+    warm: Sequence[Warm] = (),
+    registries: Sequence[str] | None = None,
 ) -> Node:
     """A node of this host's native boxes, to be started. With a `name` it takes over the directory, and with an
-    `orphan_grace` the sandboxes, of a dead node of that name. Raises HostFault when its directory cannot be made."""
+    `orphan_grace` the sandboxes, of a dead node of that name. It pulls from `registries` (None: any; empty: any that is
+    public). Raises HostFault when its directory cannot be made."""
     from sandlot.drivers.native.driver import NativeDriver
 
     directory = NodeDirectory.claim(state_dir, name)
     try:
-        return Node(NativeDriver(directory.path), directory=directory, orphan_grace=orphan_grace, warm=warm)
+        driver = NativeDriver(directory.path, store=image_store(state_dir), registries=registries)
+        return Node(driver, directory=directory, orphan_grace=orphan_grace, warm=warm)
     except BaseException:
         directory.remove()
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -40,9 +40,12 @@ class _Kind:
 class Pool:
     """The warm boxes of one node."""
 
-    def __init__(self, driver: Driver, warm: Sequence[Warm], grace: float) -> None:
-        """`grace` is the node's `orphan_grace`: what is claimed will have it."""
+    def __init__(
+        self, driver: Driver, warm: Sequence[Warm], grace: float, have: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """`grace` is the node's `orphan_grace`: what is claimed will have it. `have` pulls an image that is missing."""
         self._driver = driver
+        self._have = have
         self._keeping = Keeping(grace, parked=True)
         self._kinds = [_Kind(each, SandboxSpec(image=each.image, profile=each.profile)) for each in warm]
         self._filling: list[asyncio.Task[None]] = []
@@ -101,6 +104,7 @@ class Pool:
                 await asyncio.sleep(_LULL_SECONDS)  # whoever took one is about to use it
             while len(kind.ready) < kind.warm.size:
                 try:
+                    await self._have(kind.spec.image)
                     async with deadline(_MAKE_SECONDS, "making a warm box"):
                         box = await self._driver.create(
                             f"warm-{secrets.token_hex(6)}", kind.spec, frozenset(), self._keeping

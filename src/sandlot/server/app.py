@@ -11,6 +11,7 @@ import hmac
 import json
 import math
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
@@ -25,6 +26,9 @@ from sandlot.server.volumes import AllowedVolumes
 
 # Bytes of a request's body: a file of 64 MiB, or 48 MiB of standard input as base64, and some words around it.
 MOST_BODY_BYTES = (64 << 20) + (64 << 10)
+
+# The same of an image: what is sent lies on the disk, not in memory.
+MOST_IMAGE_BYTES = 64 << 30
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -41,9 +45,11 @@ def create_app(
     api_key: str | None = None,
     volumes: AllowedVolumes | None = None,
     networks: frozenset[str] = frozenset({"none"}),
+    spool: Path | None = None,
 ) -> FastAPI:
     """The application. With `api_key`, each request but /healthz must bring it as a bearer token. Of the host's files
-    callers may mount what is in `volumes`; None: nothing. Sandboxes may have one of `networks`."""
+    callers may mount what is in `volumes`; None: nothing. Sandboxes may have one of `networks`. Images that are sent
+    wait in `spool`; None: where temporary files are."""
     app = FastAPI(
         title="Sandlot",
         description="Isolated Linux boxes over HTTP.",
@@ -53,6 +59,7 @@ def create_app(
     app.state.node = node
     app.state.volumes = volumes or AllowedVolumes.named()
     app.state.networks = networks
+    app.state.spool = spool
     app.include_router(v1.router)
     app.add_api_route("/healthz", _healthz, methods=["GET"])
     app.add_exception_handler(SandlotError, _sandlot_error)
@@ -121,10 +128,9 @@ class Guard:
         headers = dict(scope["headers"])
         refusal = None if scope["path"] == "/healthz" else self._refusal(headers)
         length = headers.get(b"content-length", b"0")
-        # A tree is never held here: it ends where the sandbox's disk does.
-        most = math.inf if scope["method"] == "PUT" and scope["path"].endswith("/tree") else MOST_BODY_BYTES
+        most = _most(scope["method"], scope["path"])
         if refusal is None and (not length.isdigit() or int(length) > most):
-            refusal = _too_large()
+            refusal = _too_large(most)
         if refusal is not None:
             await _answer(refusal, send)
             return
@@ -136,7 +142,7 @@ class Guard:
             message = await receive()
             received += len(message.get("body", b""))
             if received > most:
-                raise _too_large()
+                raise _too_large(most)
             return message
 
         async def noted(message: Message) -> None:
@@ -168,8 +174,15 @@ class Guard:
         )
 
 
-def _too_large() -> InvalidRequest:
-    return InvalidRequest(f"the request's body is larger than {MOST_BODY_BYTES >> 20} MiB")
+def _most(method: str, path: str) -> float:
+    """How large a request's body may be. A tree is never held here: it ends where the sandbox's disk does."""
+    if method == "PUT" and path.startswith("/v1/images/"):
+        return MOST_IMAGE_BYTES
+    return math.inf if method == "PUT" and path.endswith("/tree") else MOST_BODY_BYTES
+
+
+def _too_large(most: float) -> InvalidRequest:
+    return InvalidRequest(f"the request's body is larger than {int(most) >> 20} MiB")
 
 
 async def _answer(error: SandlotError, send: Callable[[Message], Awaitable[None]]) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pathlib
+import tempfile
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qs
 
@@ -38,9 +41,11 @@ from sandlot.api import (
     ShellSpec,
     Stats,
     Upstream,
+    is_reference,
     to_json,
 )
-from sandlot.errors import SandlotError, Unsupported
+from sandlot.errors import NotFound, SandlotError, Unsupported, host_fault
+from sandlot.server.volumes import AllowedVolumes
 
 router = APIRouter(prefix="/v1")
 
@@ -72,6 +77,16 @@ Id = Annotated[str, Path(description="a sandbox's id", examples=["sb-0a1b2c3d4e5
 CommandId = Annotated[str, Path(description="a command's id", examples=["c-0a1b2c3d4e5f"])]
 ShellId = Annotated[str, Path(description="a shell's id", examples=["sh-0a1b2c3d"])]
 Name = Annotated[str, Path(description="an image's name", examples=["solved"])]
+
+
+async def _image(request: Request, node: NodeAPI, name: str) -> str:
+    """The same, with links followed, unless it shows what callers may not see: a directory of this host, or a snapshot
+    that lies over one."""
+    volumes: AllowedVolumes = request.app.state.volumes
+    if name != "host" and not name.startswith("/") and not is_reference(name):
+        with suppress(NotFound):  # as who makes the sandbox says better
+            volumes.image((await node.image(name)).base)
+    return volumes.image(name)
 
 
 async def _file_path(
@@ -121,7 +136,8 @@ async def _hung_up(request: Request) -> None:
 async def create(request: Request, node: Node, spec: SandboxSpec) -> Response:
     """Make a sandbox; answers when a command can run in it."""
     _check_network(request, spec)
-    info = await node.create(request.app.state.volumes.checked(spec))
+    spec = request.app.state.volumes.checked(spec)
+    info = await node.create(spec.model_copy(update={"image": await _image(request, node, spec.image)}))
     if await request.is_disconnected():  # nobody would ever know its id
         info = await node.destroy(info.id, Ending.KILLED)
     return _json(_INFO, info, 201)
@@ -147,12 +163,13 @@ async def stats(node: Node, sandbox_id: Id) -> Response:
 
 @router.post("/sandboxes/{sandbox_id}/reset", response_model=Info)
 async def reset(
+    request: Request,
     node: Node,
     sandbox_id: Id,
     image: Annotated[str | None, Body(embed=True, description="null: the image that it has")] = None,
 ) -> Response:
     """Back to its image, or to another one: its processes and files are gone; id, limits, labels and routes stay."""
-    return _json(_INFO, await node.reset(sandbox_id, image))
+    return _json(_INFO, await node.reset(sandbox_id, image and await _image(request, node, image)))
 
 
 @router.post("/sandboxes/{sandbox_id}/snapshot", status_code=201, response_model=ImageInfo)
@@ -197,17 +214,11 @@ async def resume(node: Node, sandbox_id: Id) -> Response:
 
 @router.get("/images", response_model=list[ImageInfo])
 async def images(node: Node) -> Response:
-    """The snapshots that can be started from."""
+    """The images that are here, without `host`."""
     return _json(_IMAGES, await node.images())
 
 
-@router.get("/image", response_model=ImageInfo)
-async def image_info(node: Node, name: Annotated[str, Query(description="an image's name")]) -> Response:
-    """One image."""
-    return _json(_IMAGE, await node.image_info(name))
-
-
-@router.post("/images/{image}/tag", response_model=ImageInfo)
+@router.post("/images/{image:path}/tag", response_model=ImageInfo)
 async def tag_image(
     node: Node,
     image: Annotated[str, Path(description="an image's name")],
@@ -218,16 +229,35 @@ async def tag_image(
     return _json(_IMAGE, await node.tag_image(image, name, config))
 
 
-@router.delete("/images/{name}", status_code=204)
-async def delete_image(node: Node, name: Name) -> Response:
-    """Delete a snapshot; sandboxes made from it live on."""
-    await node.delete_image(name)
-    return Response(status_code=204)
+@router.post("/images/pull", response_class=StreamingResponse)
+async def pull_image(node: Node, reference: Annotated[str, Body(embed=True, examples=["debian:12"])]) -> Response:
+    """Fetch an image from its registry. A line of JSON a few times a second says how far it is; the last one carries
+    the image, or is an error."""
+    lines = node.pull_image(reference)
+    first = await anext(lines)  # an error is an answer, as long as nothing was said
+
+    async def body() -> AsyncIterator[bytes]:
+        try:
+            yield first.model_dump_json().encode() + b"\n"
+            async for line in lines:
+                yield line.model_dump_json().encode() + b"\n"
+        except SandlotError as error:
+            yield json.dumps(error.to_wire()).encode() + b"\n"
+        finally:
+            await lines.aclose()  # at once: whoever hung up wants it no more
+
+    return StreamingResponse(body(), media_type="application/x-ndjson")
 
 
-@router.get("/images/{name}/tar", response_class=StreamingResponse)
+@router.post("/images/prune")
+async def prune_images(node: Node) -> list[ImageInfo]:
+    """Delete the pulled images that no sandbox and no snapshot stands on: which they were."""
+    return await node.prune_images()
+
+
+@router.get("/images/{name:path}/tar", response_class=StreamingResponse)
 async def export_image(node: Node, name: Name) -> Response:
-    """What a snapshot holds over its base, as a tar in the form of an OCI layer."""
+    """What an image holds over its base, as a tar in the form of an OCI layer."""
     chunks = node.export_image(name)
     first = await anext(chunks)  # an error is an answer, not a broken stream
 
@@ -237,6 +267,33 @@ async def export_image(node: Node, name: Name) -> Response:
             yield chunk
 
     return StreamingResponse(body(), media_type="application/x-tar")
+
+
+@router.get("/images/{name:path}", response_model=ImageInfo)
+async def image(node: Node, name: Name) -> Response:
+    """One image."""
+    return _json(_IMAGE, await node.image(name))
+
+
+@router.put("/images/{name:path}", status_code=201, response_model=ImageInfo)
+async def import_image(request: Request, node: Node, name: Name) -> Response:
+    """Make an image of the request's body: a tar of an OCI layout, what `docker save` writes, a tar of a root file
+    system."""
+    try:
+        with tempfile.TemporaryFile(dir=request.app.state.spool) as file:
+            async for piece in request.stream():
+                file.write(piece)
+            file.flush()
+            return _json(_IMAGE, await node.import_image(name, pathlib.Path(f"/proc/self/fd/{file.fileno()}")), 201)
+    except OSError as error:
+        raise host_fault(error, "keep what was sent") from error
+
+
+@router.delete("/images/{name:path}", status_code=204)
+async def delete_image(node: Node, name: Name) -> Response:
+    """Delete an image; sandboxes made from it live on."""
+    await node.delete_image(name)
+    return Response(status_code=204)
 
 
 @router.get("/pools")

@@ -46,6 +46,12 @@ class AllowedVolumes:
             return spec
         return spec.model_copy(update={"volumes": tuple(self._checked(volume) for volume in spec.volumes)})
 
+    def image(self, name: str) -> str:
+        """An image's name. A directory counts as a volume that is only read. Raises Unsupported."""
+        if not name.startswith("/") or "\0" in name:  # which is no directory, and then said to be none
+            return name
+        return self._checked(Volume(source=name, target="/image")).source
+
     def _checked(self, volume: Volume) -> Volume:
         path = Path(os.path.realpath(volume.source))
         entry = next((each for each in (path, *path.parents) if each in self.paths), None)

@@ -256,8 +256,8 @@ def test_images_are_listed_exported_and_deleted_on_a_server_and_on_this_host(tmp
         listed = sandlot("image", "list", *where)
         assert (listed.returncode, listed.stderr) == (0, "")
         name, *columns = listed.stdout.splitlines()
-        assert name.split() == ["name", "base", "size", "files", "layers", "made"]
-        assert [line.split()[:2] for line in columns] == [["other", "host"], ["solved", "host"]]
+        assert name.split() == ["name", "kind", "base", "size", "files", "layers", "made"]
+        assert [line.split()[:3] for line in columns] == [[name, "snapshot", "host"] for name in ("other", "solved")]
         found = json.loads(sandlot("image", "list", "--json", *where).stdout)
         assert [each["name"] for each in found] == ["other", "solved"]
         with (tmp_path / "solved.tar").open("wb") as file:

@@ -5,6 +5,7 @@
    has the place of the user that it is.
 3. created = running + the sum of the endings, at every moment.
 4. A full disk refuses a create with a hint and counts nothing; an ending is counted all the same.
+5. Images are beside the nodes that were given a place, and by default where a reboot leaves them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import pytest
 
 from sandlot.api import Ending
 from sandlot.errors import HostFault
-from sandlot.node.ledger import Ledger, NodeDirectory
+from sandlot.node import ledger
+from sandlot.node.ledger import Ledger, NodeDirectory, image_store
 
 
 def test_directories_of_living_nodes_are_not_abandoned(tmp_path: Path) -> None:
@@ -118,6 +120,21 @@ def test_a_full_disk_refuses_a_create_and_never_an_ending(tmp_path: Path) -> Non
     ledger.end("sb-0", Ending.EXIT, None)
     assert ledger.counts()["exit"] == 1
     ledger.close()
+
+
+def test_images_are_where_a_reboot_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert image_store(tmp_path) == tmp_path / "images"
+    monkeypatch.setattr(ledger, "default_state_dir", lambda: Path("/var/lib/sandlot"))
+    assert image_store() == Path("/var/lib/sandlot/images")
+    monkeypatch.setattr(ledger, "default_state_dir", lambda: tmp_path / "runtime/sandlot")
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert image_store() == tmp_path / ".local/share/sandlot/images"
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert image_store() == tmp_path / "data/sandlot/images"
+    monkeypatch.setenv("XDG_DATA_HOME", "/proc/nowhere")
+    if os.geteuid() != 0:  # who may write everywhere
+        assert image_store() == tmp_path / "runtime/sandlot/images"
 
 
 def test_a_dead_server_s_directory_is_awaited_for_an_hour_and_nobody_else_s(tmp_path: Path) -> None:

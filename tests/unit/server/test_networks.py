@@ -102,12 +102,12 @@ async def test_images_are_asked_about_and_named(local: Node) -> None:
     config = ImageConfig(env={"A": "b"})
     made = await remote.tag_image(f"step-{'0' * 32}", "made", config)
     assert (made.kind, made.config) == ("built", config)
-    assert await remote.image_info("made") == made
-    assert (await remote.image_info("host")).base == "host"
+    assert await remote.image("made") == made
+    assert (await remote.image("host")).base == "host"
     await remote.snapshot(box, "mine")
     with pytest.raises(Conflict):
         await remote.tag_image("made", "mine")
     with pytest.raises(NotFound):
-        await remote.image_info("none")
+        await remote.image("none")
     await remote.close()
     running.close()

@@ -11,27 +11,54 @@ import fcntl
 import os
 import resource
 import signal
+import tarfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO, Literal
 
 from sandlot.aio import deadline, shielded
-from sandlot.api import Capability, Ending, ImageConfig, ImageInfo, Profile, SandboxSpec, Volume
+from sandlot.api import (
+    Capability,
+    Ending,
+    ImageConfig,
+    ImageInfo,
+    LayerProgress,
+    Profile,
+    SandboxSpec,
+    Volume,
+    is_reference,
+)
 from sandlot.drivers import layers
-from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Keeping, Remains, Spawn
+from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Keeping, Progress, Remains, Spawn
 from sandlot.drivers.images import Image, Images
 from sandlot.drivers.layers import MOST_LAYERS, Layer, Layers, Snapshot
 from sandlot.drivers.native import cgroup, disk, ids, seccomp
 from sandlot.drivers.native.box import NativeBox, Start
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups
+from sandlot.drivers.native.extract import Bounds, extract
 from sandlot.drivers.native.ids import HostIds, SubIds
 from sandlot.drivers.native.keep import Record, records
 from sandlot.drivers.native.plan import RESOLVER, Host, Plan, make_plan, most_files
 from sandlot.drivers.native.promises import LIMITED_BY, Facts, losses, promises
 from sandlot.drivers.native.trees import file_system, kernel, open_tree
-from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandlotError, StartFailed, Unsupported
+from sandlot.drivers.oci import archive
+from sandlot.drivers.oci.manifest import Contents
+from sandlot.drivers.oci.reference import Reference, full
+from sandlot.errors import (
+    BadImage,
+    Conflict,
+    HostFault,
+    InvalidRequest,
+    NotFound,
+    SandlotError,
+    StartFailed,
+    Unsupported,
+    host_fault,
+)
 
 HELPER = Path(__file__).parent / "bin" / "sandlot-init"
 
@@ -41,6 +68,8 @@ START_SECONDS = 20.0
 CLAIM_SECONDS = 0.5
 # PID 1 takes a new node in at once, unless it is stopped.
 ADOPT_SECONDS = 5.0
+# An image that is unpacked takes a processor and a half; more of them at once only wait for one another.
+_UNPACKED_AT_ONCE = 2
 
 _RUNNABLE = 0o555
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -126,12 +155,18 @@ class Helper:
 
 class NativeDriver:
     """Boxes from namespaces. `directory` is the node's own, `store` holds the images of all nodes beside it (None:
-    `images` beside the directory). Nothing is made before the first `create`."""
+    `images` beside the directory). `registries` are those that images are pulled from (None: any; empty: any that is
+    public). Nothing is made before the first `create`."""
 
     name = "native"
 
     def __init__(
-        self, directory: Path, helper: Path = HELPER, planner: Planner = make_plan, store: Path | None = None
+        self,
+        directory: Path,
+        helper: Path = HELPER,
+        planner: Planner = make_plan,
+        store: Path | None = None,
+        registries: Sequence[str] | None = None,
     ) -> None:
         self._helper = Helper(helper)
         self._directory = directory
@@ -141,6 +176,9 @@ class NativeDriver:
         self.cgroups = Cgroups(directory.name, directory)
         self._ids = HostIds() if _has_root() else None
         self._sub_ids: SubIds | None = None
+        self._registries = registries
+        self.bounds = Bounds()  # of an image that is unpacked
+        self._unpacking = asyncio.Semaphore(_UNPACKED_AT_ONCE)
         self._forks: dict[str, Layer] = {}  # images without a name, until they are forgotten
         self._started = False
         self._host = Host(root=False, stage="/tmp", pids_by_cgroup=False)
@@ -216,12 +254,15 @@ class NativeDriver:
             raise StartFailed(f"the sandbox's record could not be made in {self._records}: {error.strerror}") from error
 
     def _resolve(self, name: str) -> tuple[Image, Snapshot | None]:
-        if name == "host":
+        if name == "host" or name.startswith("/"):
             return self._images.resolve(name), None
-        snapshot = self._layers.find(name)
-        base = self._images.resolve(snapshot.info.base)
+        snapshot = self._layers.find(full(name))
+        info = snapshot.info
         paths = tuple(str(self._layers.layer_path(layer)) for layer in snapshot.layers)
-        return replace(base, name=name, layers=paths, config=snapshot.info.config), snapshot
+        if snapshot.roots:
+            return Image(info.name, paths[0], layers=paths[1:], base=info.base, config=info.config), snapshot
+        base = self._images.resolve(info.base)
+        return replace(base, name=info.name, layers=paths, config=info.config), snapshot
 
     def _made_from(self, box: Box) -> tuple[Image, Snapshot | None]:
         """The same of a box that lives: whatever became of the name, its layers are there."""
@@ -279,7 +320,7 @@ class NativeDriver:
     async def claim(self, box: Box, spec: SandboxSpec, named: frozenset[str], keeping: Keeping) -> None:
         assert isinstance(box, NativeBox)
         image, _ = self._resolve(spec.image)
-        if image.layers != box.image.layers:
+        if (image.root, image.layers) != (box.image.root, box.image.layers):
             raise HostFault(f"the parked box {box.id} was made from another image of the name {spec.image}")
         async with deadline(CLAIM_SECONDS, f"claiming the parked box {box.id}"):
             self.cgroups.set(box.group, spec.limits)
@@ -328,7 +369,7 @@ class NativeDriver:
         record.remove()
         return None
 
-    # -- snapshots ------------------------------------------------------------------------------------------------
+    # -- images ---------------------------------------------------------------------------------------------------
 
     async def snapshot(self, box: Box, name: str | None, config: ImageConfig | None = None) -> ImageInfo:
         assert isinstance(box, NativeBox)
@@ -338,7 +379,9 @@ class NativeDriver:
                 self._layers.find(name)
                 raise Conflict(f"there is an image {name} already", "choose another name, or delete that one first")
         below = self._snapshot_of(box.image)
-        flatten = below is not None and len(below.layers) >= MOST_LAYERS
+        roots = below.roots if below else 0
+        over = below.layers[roots:] if below else ()
+        flatten = len(over) >= MOST_LAYERS
         try:
             layer = self._layers.begin()
         except OSError as error:
@@ -347,17 +390,17 @@ class NativeDriver:
             with ExitStack() as until_named:  # else, when the box ends before that, nobody needs what is below
                 for fd in self._locks_of(below, box):
                     until_named.callback(os.close, fd)
-                sources = [self._layers.layer_path(each) for each in below.layers] if below and flatten else []
+                sources = [self._layers.layer_path(each) for each in over] if flatten else []
                 copied = await box.copy_upper(layer.path, sources)
-                kept = (*(below.layers if below and not flatten else ()), layer.id)
-                older = [below.info] if below and not flatten else []
+                kept = (*(below.layers[:roots] if below else ()), *(() if flatten else over), layer.id)
+                older = [below.info] if below and over and not flatten else []
                 info = ImageInfo(
                     name=name or f"{layers.FORK}{layer.id}",
-                    base=below.info.base if below else box.image.name,
+                    base=box.image.base,
                     created_at=time.time(),
                     bytes=copied.bytes + sum(each.bytes for each in older),
                     files=copied.files + sum(each.files for each in older),
-                    layers=len(kept),
+                    layers=len(kept) - roots,
                     config=config or box.image.config,
                 )
                 layer.downgrade()
@@ -383,27 +426,22 @@ class NativeDriver:
 
     def _snapshot_of(self, image: Image) -> Snapshot | None:
         """The layers that a box stands on, whether or not they still have a name."""
-        if not image.layers:
+        paths = (Path(path) for path in (image.root, *image.layers))
+        ids = tuple(path.name for path in paths if path == self._layers.layer_path(path.name))
+        if not ids:
             return None
-        ids = tuple(Path(path).name for path in image.layers)
         with suppress(NotFound):
             found = self._layers.find(image.name)
             if found.layers == ids:
                 return found
-        info = ImageInfo(name=image.name, base=self._images.resolve("host").name, created_at=0.0, layers=len(ids))
-        return Snapshot(info, ids)
+        return Snapshot(ImageInfo(name=image.name, base=image.base, created_at=0.0), ids)
 
     async def images(self) -> list[ImageInfo]:
         return [each.info for each in self._layers.all() if not each.info.name.startswith(layers.HIDDEN)]
 
-    async def image(self, name: str) -> ImageInfo:
-        if name == "host":
-            return ImageInfo(name=name, base=name, created_at=0.0)
-        return self._layers.find(name).info
-
     async def tag(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
         layers.check_name(name)
-        found = self._layers.find(image)
+        found = self._layers.find(full(image))
         info = found.info.model_copy(
             update={"name": name, "kind": "built", "created_at": time.time(), "config": config or found.info.config}
         )
@@ -416,21 +454,141 @@ class NativeDriver:
         await self.prune()  # of the one that had the name
         return named.info
 
+    async def image(self, name: str) -> ImageInfo:
+        if name == "host":
+            return ImageInfo(name=name, base=name, created_at=0.0)
+        return self._layers.find(full(name)).info
+
+    async def idle_images(self) -> list[ImageInfo]:
+        return self._layers.idle()
+
+    async def pull(self, reference: str, progress: Progress) -> ImageInfo:
+        from sandlot.drivers.oci.registry import Registry  # and with it all of HTTP
+
+        where = Reference.parse(reference)
+        name = str(where)
+        async with self._fetching(name):
+            registry = Registry(where, self._layers.directory, self._registries)
+            try:
+                found = await registry.manifest()
+                layers_of = [LayerProgress(digest=blob.digest, size=blob.size) for blob in found.layers]
+                if (same := self._layers.of_digest(found.digest)) is not None:
+                    here = [each.model_copy(update={"fetched": each.size, "unpacked": True}) for each in layers_of]
+                    progress.begin(here)
+                    return await self._name_again(same, name)
+                progress.begin(layers_of)
+                contents = await registry.contents(found)
+                registry.start(progress)
+                opened = [partial(registry.layer, index) for index in range(len(found.layers))]
+                return await self._extract(name, "pulled", found.digest, contents, opened, progress)
+            finally:
+                await shielded(registry.close())
+
+    async def import_(self, name: str, path: Path, progress: Progress) -> ImageInfo:
+        if is_reference(name):
+            where = Reference.parse(name)
+            if where.digest:
+                raise InvalidRequest(f"{name} says what is in it by a digest", "give what you import a tag of its own")
+            name = str(where)
+        else:
+            layers.check_name(name)
+        async with self._fetching(name):
+            with suppress(NotFound):
+                self._layers.find(name)
+                raise Conflict(f"there is an image {name} already", "choose another name, or delete that one first")
+            found = await asyncio.to_thread(archive.opened, path)
+            try:
+                layers_of = [LayerProgress(digest=blob.digest, size=blob.size) for blob in found.blobs]
+                progress.begin([each.model_copy(update={"fetched": each.size}) for each in layers_of])
+                opened = [partial(asyncio.to_thread, each) for each in found.layers]
+                return await self._extract(name, "imported", found.digest, found.contents, opened, progress)
+            except tarfile.TarError as error:
+                raise BadImage(f"{path} is damaged: {error}", "was it copied whole?") from error
+            finally:
+                found.close()
+
+    @asynccontextmanager
+    async def _fetching(self, name: str) -> AsyncIterator[None]:
+        """While nobody else fetches an image of this name."""
+        self._start()
+        try:
+            lock = await self._layers.only_one(name)
+        except OSError as error:
+            raise host_fault(error, f"keep images in {self._layers.directory}") from error
+        try:
+            yield
+        finally:
+            self._layers.let_go(name, lock)
+
+    async def _name_again(self, same: Snapshot, name: str) -> ImageInfo:
+        """One more name of an image that is here."""
+        if same.info.name == name:
+            return same.info
+        locks = self._layers.use(same)
+        try:
+            own = same.info.base == same.info.name
+            info = same.info.model_copy(update={"name": name, "base": name if own else same.info.base})
+            await asyncio.to_thread(self._layers.name, info, same.layers, True)
+        finally:
+            for fd in locks:
+                os.close(fd)
+        return info
+
+    async def _extract(
+        self,
+        name: str,
+        kind: Literal["pulled", "imported"],
+        digest: str | None,
+        contents: Contents,
+        opened: Sequence[Callable[[], Awaitable[BinaryIO]]],
+        progress: Progress,
+    ) -> ImageInfo:
+        """Make an image of one layer of an image's layers. What is pulled replaces what was pulled before."""
+        try:
+            layer = self._layers.begin()
+        except OSError as error:
+            raise host_fault(error, f"write an image to {self._layers.directory}") from error
+        try:
+            found = await extract(self, layer, name, contents, opened, progress, self.bounds, self._unpacking)
+            info = ImageInfo(
+                name=name,
+                base=name,
+                created_at=time.time(),
+                kind=kind,
+                digest=digest,
+                config=found.config,
+                bytes=found.bytes,
+                files=found.entries,
+            )
+            layer.downgrade()
+            await shielded(asyncio.to_thread(self._layers.name, info, (layer.id,), kind == "pulled"))
+        finally:
+            layer.close()
+            await shielded(self.prune())  # what was not named, or had the name before
+        return info
+
     async def forget(self, image: str) -> None:
         if image == "host":
             raise Conflict("the image `host` is this machine itself, and cannot be deleted")
-        if image in self._forks:
-            self._forks.pop(image).close()
+        name = full(image)
+        if name in self._forks:
+            self._forks.pop(name).close()
         else:
-            self._layers.delete(image)
+            self._layers.delete(name)
         await self.prune()
 
     async def export(self, image: str, out: int) -> None:
-        found = self._layers.find(image)
+        found = self._layers.find(full(image))
         locks = self._layers.use(found)
         try:
             paths = [self._layers.layer_path(each) for each in found.layers]
-            base = Path(self._images.resolve(found.info.base).root)
+            base: Path | None
+            if not found.roots:
+                base = Path(self._images.resolve(found.info.base).root)
+            elif len(paths) > 1:
+                base, *paths = paths
+            else:
+                base = None
             await asyncio.to_thread(layers.export, paths, base, out, os.geteuid() if self._ids is None else 0)
         finally:
             for fd in locks:

@@ -62,6 +62,8 @@ TERMINALS = 64
 
 # Devices that programs expect. mknod is impossible in a user namespace, so the host's own are bound.
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+# Where the kernel's own file systems are mounted.
+_KERNEL_S = (("proc", 0o555), ("sys", 0o555), ("dev", 0o755))
 # Parts of /proc that tell about, or reach, the host. Hidden files show /dev/null; the rest becomes read-only.
 _PROC_HIDDEN = (
     "kcore",
@@ -182,6 +184,8 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     if host.disk:
         steps.append(Step(Do.ATTACH, target=files, flags=NODEV, slot=len(sources)))
     steps += [Step(Do.MKDIR, target=f"{files}/{name}", flags=0o755) for name in ("upper", "work")]
+    # An image's own /proc may be a link to anywhere: the upper directory's hides it.
+    steps += [Step(Do.MKDIR, target=f"{files}/upper/{name}", flags=mode) for name, mode in _KERNEL_S]
     if not image.layers:  # else they are in the lowest layer, as the box that it was copied from left them
         steps += [Step(Do.MKDIR, target=f"{files}/upper/{name}", flags=mode) for name, mode in image.directories]
     steps += [Step(Do.ATTACH, target=path, flags=READ_ONLY | NODEV, slot=slot) for slot, path in enumerate(lowers)]
@@ -219,9 +223,6 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
     ]
     dev_slot = len(sources) + host.disk  # the next after what was passed
     steps += [
-        Step(Do.MKDIR, target="/proc", flags=0o555),
-        Step(Do.MKDIR, target="/sys", flags=0o555),
-        Step(Do.MKDIR, target="/dev", flags=0o755),
         Step(Do.MOUNT, "proc", "/proc", "proc", "", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC),
         # A sysfs shows the devices of a network, so the kernel gives it to none but the network's owner: it is empty on
         # the host's, which programs take for a container's.

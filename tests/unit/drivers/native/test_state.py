@@ -271,7 +271,7 @@ async def test_a_snapshot_is_whole_when_its_box_and_what_is_below_go_before_it_h
 
 async def test_what_a_kill_leaves_of_the_naming_of_an_image_is_removed(boxes: Boxes) -> None:
     await boxes.driver.snapshot(await boxes(), "named")
-    store = boxes.driver._layers._directory
+    store = boxes.driver._layers.directory
     old, young, other = store / f".{'0' * 16}", store / f".{'1' * 16}", store / ".mine"
     for path in (old, young, other):
         path.write_text("{")
@@ -413,7 +413,7 @@ async def test_files_of_lent_ids_are_refused_by_name(boxes: Boxes, tmp_path: Pat
 
 async def test_layers_are_their_users_alone(boxes: Boxes) -> None:
     box = await boxes()
-    directory = boxes.driver._layers._directory
+    directory = boxes.driver._layers.directory
     await boxes.driver.snapshot(box, "private")
     assert [stat.S_IMODE(each.stat().st_mode) for each in (directory, directory / "layers")] == [0o700, 0o700]
     (directory / "layers").chmod(0o755)
@@ -433,7 +433,7 @@ async def test_layers_are_their_users_alone(boxes: Boxes) -> None:
 async def test_a_damaged_image_is_named_and_can_be_deleted(boxes: Boxes, text: str) -> None:
     box = await boxes()
     await boxes.driver.snapshot(box, "whole")
-    (boxes.driver._layers._directory / "broken.json").write_text(text)
+    (boxes.driver._layers.directory / "broken.json").write_text(text)
     assert [each.name for each in await boxes.driver.images()] == ["whole"]
     with pytest.raises(NotFound, match=r"the image broken is damaged: .*/broken.json") as caught:
         await boxes(SandboxSpec(image="broken"))
@@ -456,7 +456,7 @@ async def test_extended_attributes_are_kept_or_named(boxes: Boxes) -> None:
     box = await boxes()
     if (await python(box, ATTRIBUTES))[0].code != 0:
         pytest.skip("files in memory have no attributes of users here")
-    where = boxes.driver._layers._directory.parent / "file"
+    where = boxes.driver._layers.directory.parent / "file"
     where.touch()
     try:
         for number in range(300):
