@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 INIT := src/sandlot/drivers/native/bin/sandlot-init
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check hostile hostile-controls faults kernels ci format clean
+.PHONY: help setup packages demo test check hostile hostile-controls faults kernels ci format clean
 help:
 	@echo "make demo    set up, then train an agent in real sandboxes (about 5 minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make setup   make .venv and install everything into it"
 	@echo "make check   format, lint, types, C warnings, layers"
+	@echo "make packages as root: the system's packages that some tests need (they are skipped without)"
 	@echo "make hostile attacks on real boxes; make hostile-controls: the same, one protection removed"
 	@echo "make faults  kill -9 of server and boxes a thousand times: nothing may be lost or left"
 	@echo "make ci      check, the slow suites in short, then test: what continuous integration runs"
@@ -31,6 +32,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py
 
 $(INIT): $(wildcard init/*.c init/*.h init/Makefile)
 	@$(MAKE) -s -C init
+
+# What tests use and no Python package brings: a registry and its tools, a small image, ids for an ordinary user.
+PACKAGES := busybox-static docker-registry openssl skopeo uidmap
+packages:
+	@dpkg -s $(PACKAGES) >/dev/null 2>&1 || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(PACKAGES) >/dev/null; }
 
 demo: setup
 	$(BIN)/sandlot train recipes/find/demo.toml

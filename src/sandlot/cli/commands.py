@@ -20,8 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("sandlot.cli.train:train", "Train an agent by a recipe."),
     "show": ("sandlot.cli.show:show", "Show a training run: its table and its curve."),
     "serve": ("sandlot.cli.serve:serve", "Serve sandboxes of this host over HTTP."),
-    "image build": ("sandlot.cli.build:build", "Build an image from a recipe or a Dockerfile."),
-    "image": ("sandlot.cli.image:image", "Pull, import, list, delete or export images."),
+    "image": ("sandlot.cli.image:image", "Pull, import, build, list, delete or export images."),
     "doctor": ("sandlot.cli.doctor:doctor", "Say what this host can and cannot do, and what fixes it."),
     "version": ("sandlot.cli.commands:version", "Print the version."),
 }
@@ -42,8 +41,6 @@ def _print_version(asked: bool) -> None:
 
 def run(words: list[str]) -> int:
     """The exit status of the command that `words` call."""
-    if " ".join(words[:2]) in COMMANDS:  # one of two words
-        words = [" ".join(words[:2]), *words[2:]]
     # No option of `sandlot` itself takes a value, so the first word that is not an option is the command.
     called = next((word for word in words if not word.startswith("-")), None)
     try:
@@ -52,8 +49,9 @@ def run(words: list[str]) -> int:
         if not words:  # only `sandlot`: not a mistake, a question
             say.note(str(error))
         else:
-            name = f" {called}" if called in COMMANDS else ""
-            say.error(error.format_message(), f"`sandlot{name} --help`")
+            where = getattr(error, "ctx", None)  # of a mistake in the use of a command: that command
+            name = where.command_path if where is not None else "sandlot"
+            say.error(error.format_message(), f"`{name} --help`")
         return 2
     except typer.Abort:
         return say.INTERRUPTED

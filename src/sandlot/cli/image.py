@@ -15,10 +15,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from sandlot.api import ImageInfo, LayerProgress, NodeAPI, PullProgress
 from sandlot.cli import interrupt, say
+from sandlot.cli.build import build
 from sandlot.errors import InvalidRequest
 from sandlot.sandbox import open_node
 
 image = typer.Typer(help="Root file systems that sandboxes start from.")
+image.command("build")(build)
 
 Name = Annotated[str, typer.Argument(help="The image's name.")]
 Url = Annotated[str | None, typer.Option(envvar="SANDLOT_URL", help="A server; without one, this host.")]
