@@ -86,12 +86,14 @@ async def test_reward_rises_and_everything_adds_up(warm: tuple[Path, float], tmp
     )
     run, seen = run_folder(chosen, resume=False), Seen()
     report = Report(run, "test", seen)
+    others = children()
     async with open_boxes(chosen) as boxed, open_parts(chosen, run, report, boxed) as parts:
         await loop.train(parts, loop.Position())
         log = await parts.engine.take_log()  # type: ignore[attr-defined]
         boxes = await parts.node.counts()
         opened, outcomes = parts.gateway.counts, parts.gateway.outcomes
-        left, node = children(), next(e for e in seen.episodes if e.samples).transcript["box"].removeprefix("sb-")[:6]
+        left = children() - others
+        node = next(e for e in seen.episodes if e.samples).transcript["box"].removeprefix("sb-")[:6]
         places = [path for root in NODES for path in root.glob(f"node-{node}")]
         assert left and places
     after, counts = report.counts.success["rl"], report.counts
@@ -156,13 +158,13 @@ async def test_a_damaged_tensor_stops_the_run(warm: tuple[Path, float], tmp_path
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3  # one evaluation, two steps
 
 
-def children() -> list[int]:
+def children() -> set[int]:
     """Processes that this one has started."""
-    found = []
+    found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(stat.parent.name))
+                found.add(int(stat.parent.name))
         except OSError:
             continue  # it ended while we looked
     return found
