@@ -16,23 +16,19 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sandlot import asgi
 from sandlot.api import SandboxSpec, ShellResult
-from sandlot.client import HttpNode
 from sandlot.drivers.base import Box
 from sandlot.drivers.native.driver import NativeDriver
 from sandlot.errors import Conflict, InvalidRequest, NotFound, SandboxEnded
 from sandlot.node.node import local_node
 from sandlot.node.shell import Shell
 from sandlot.sandbox import Sandbox
-from sandlot.server.app import create_app
 from tests.support.native import ENV
 
 CAP = 1 << 20
@@ -306,24 +302,6 @@ async def test_without_bash_sh_does_and_says_what_it_lacks(box: Box) -> None:
     if not late.ended:
         assert (await run(shell, "echo next")).stdout == "next\n"
     await shell.close()
-
-
-@pytest.fixture(params=["in this process", "on a server"])
-async def sandbox(request: pytest.FixtureRequest, tmp_path: Path, native_reason: str | None) -> AsyncIterator[Sandbox]:
-    if native_reason:
-        pytest.skip(native_reason)
-    async with local_node(tmp_path / "state") as node:
-        if request.param == "in this process":
-            async with await Sandbox.create(node=node) as box:
-                yield box
-            return
-        listener = socket.create_server(("127.0.0.1", 0))
-        served = await asgi.serve(listener, create_app(node))
-        remote = HttpNode(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        async with await Sandbox.create(node=remote) as box:
-            yield box
-        await remote.close()
-        served.close()
 
 
 async def until_busy(sandbox: Sandbox) -> None:

@@ -323,7 +323,8 @@ class NativeDriver:
         if (image.root, image.layers) != (box.image.root, box.image.layers):
             raise HostFault(f"the parked box {box.id} was made from another image of the name {spec.image}")
         async with deadline(CLAIM_SECONDS, f"claiming the parked box {box.id}"):
-            self.cgroups.set(box.group, spec.limits)
+            if box.group.limits != spec.limits:  # each of a dozen writes to the kernel is dear here
+                self.cgroups.set(box.group, spec.limits)
             refused = self._check_kept(spec, named, box.group)
             await box.claim(spec, keeping, losses(self.facts, spec, image.config) + refused)
 
