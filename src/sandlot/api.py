@@ -70,6 +70,12 @@ MOST_OUTPUT = 64 << 20
 # Bytes of text that a shell takes at once; what is longer is a file to be sourced.
 MOST_TEXT = 16 << 20
 
+# Where programs are looked for, unless an image or a user says otherwise.
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+# Steps of a build are images whose names begin with this; nobody lists them.
+STEP = "step-"
+
 # Each volume is a mount that every start of a box makes; a spec that asks for more than this is a mistake.
 MOST_VOLUMES = 32
 

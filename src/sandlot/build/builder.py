@@ -23,14 +23,13 @@ from pydantic import ValidationError
 
 from sandlot import api
 from sandlot.aio import shielded
-from sandlot.api import ImageConfig, ImageInfo, Limits, NodeAPI, SandboxSpec
+from sandlot.api import PATH, STEP, ImageConfig, ImageInfo, Limits, NodeAPI, SandboxSpec
 from sandlot.build import context as files
 from sandlot.build.context import NOTHING, Context, Tree
 from sandlot.build.steps import Build, Configure, Copy, Run, Step, User, Workdir
 from sandlot.errors import BuildFailed, Conflict, InvalidRequest, NotFound, SandlotError, invalid
 
-# What a hidden image is called before its hash (`drivers/layers.py`: STEP), and what of the hash.
-STEP = "step-"
+# What of its hash is a hidden image's name.
 _DIGITS = 32
 # Begins every hash: another way of doing the same steps is another number.
 _VERSION = "sandlot build 1"
@@ -45,8 +44,6 @@ STEP_SECONDS = 3600.0
 # Bytes of a command's output that are kept of each stream, and its last lines that an error shows.
 _OUTPUT = 1 << 20
 _TAIL_LINES = 20
-
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ class _Builder:
         base = await self._base(what.base)
         image, config = what.base, base.config
         key = _hash(_VERSION, base.name, base.digest or str(base.created_at))
-        steps = what.steps({"PATH": _PATH, **config.env})
+        steps = what.steps({"PATH": PATH, **config.env})
         for number, step in enumerate(steps, 1):
             begun, cached, output = time.monotonic(), True, ""
             with _about(step):

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import IO, cast
 from urllib.parse import quote, unquote
 
-from sandlot.api import ImageInfo, is_reference
+from sandlot.api import STEP, ImageInfo, is_reference
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, Unsupported
 
 # Each layer is one more directory to look a name up in; the kernel takes many more, a program's start does not.
@@ -44,9 +44,7 @@ MOST_LAYERS = 16
 
 # Images that were given no name begin with this.
 FORK = "fork-"
-# And so do the steps of a build: what follows is a hash of all that made them.
-STEP = "step-"
-# Neither is listed.
+# Neither they nor the steps of a build, which are named by a hash of all that made them, are listed.
 HIDDEN = (FORK, STEP)
 
 # How often who waits for another node's pull looks whether it is over (seconds).

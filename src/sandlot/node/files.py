@@ -18,11 +18,11 @@ import errno
 import os
 import stat
 from collections.abc import AsyncIterator
-from io import FileIO
 
 from sandlot.aio import shielded
 from sandlot.drivers.base import Box
 from sandlot.errors import Conflict, InvalidRequest, NotFound, SandlotError, host_fault
+from sandlot.node.streams import Input
 
 # Bytes that one call may carry: what a node is willing to hold in memory for it.
 MOST_BYTES = 64 << 20
@@ -71,10 +71,8 @@ async def write(box: Box, path: str, data: bytes, mode: int) -> None:
 async def upload(box: Box, path: str, tar: AsyncIterator[bytes], user: int) -> None:
     """Unpack a tar below `path`, as `NodeAPI.upload` says. What `tar` raises is raised."""
     _checked(path)
-    read, write = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(write, False)
-    pipe = os.fdopen(write, "wb", buffering=0)
-    unpacking = asyncio.ensure_future(box.unpack(path, read, user))
+    pipe = Input()
+    unpacking = asyncio.ensure_future(box.unpack(path, pipe.theirs, user))
     sending = asyncio.ensure_future(_send(tar, pipe))
     try:
         # An error of either ends it: the box reads no more, or there is no more to read.
@@ -89,26 +87,13 @@ async def upload(box: Box, path: str, tar: AsyncIterator[bytes], user: int) -> N
         for task in (unpacking, sending):
             task.cancel()
         await asyncio.wait((unpacking, sending))
-        os.close(read)
+        os.close(pipe.theirs)
         pipe.close()
 
 
-async def _send(chunks: AsyncIterator[bytes], pipe: FileIO) -> None:
-    """All of it to a pipe that does not block, then its end."""
-    loop = asyncio.get_running_loop()
+async def _send(chunks: AsyncIterator[bytes], pipe: Input) -> None:
     async for chunk in chunks:
-        left = memoryview(chunk)
-        while left:
-            written = pipe.write(left)
-            if written is None:
-                room = asyncio.Event()
-                loop.add_writer(pipe, room.set)
-                try:
-                    await room.wait()
-                finally:
-                    loop.remove_writer(pipe)
-            else:
-                left = left[written:]
+        await pipe.write(chunk)
     pipe.close()
 
 

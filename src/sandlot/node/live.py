@@ -11,14 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sandlot import asgi
-from sandlot.api import Info, Run, SandboxSpec, ShellSpec, Target
+from sandlot.api import PATH, Info, Run, SandboxSpec, ShellSpec, Target
 from sandlot.drivers.base import Box, Process
 from sandlot.node.keyed import KeyedRuns
 from sandlot.node.shell import Shell
 from sandlot.node.streams import Input, Stream
-
-# What a command finds in its environment before the sandbox's own and the run's are added.
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def clock() -> float:
@@ -188,7 +185,7 @@ class Live:
     def take(self, box: Box) -> None:
         """Its box from now on."""
         self.box = box
-        self.env = {"PATH": _PATH, "LANG": "C.UTF-8", **box.config.env, **self.spec.env}
+        self.env = {"PATH": PATH, "LANG": "C.UTF-8", **box.config.env, **self.spec.env}
 
     def place(self, run: Run | ShellSpec) -> tuple[int, str, dict[str, str]]:
         """Who runs it, where, and in what environment: as it says itself, else the sandbox, else the image."""

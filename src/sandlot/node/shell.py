@@ -221,8 +221,7 @@ class Shell:
         """End it with all that runs in it. Idempotent."""
         if self._process is not None:
             with suppress(HostFault):  # the box is going, and takes it along
-                await self._process.kill_tree()
-                await self._process.wait()
+                await self._kill()
                 await self._process.release()
         if self._making is not None:
             await asyncio.wait((self._making,))
@@ -405,8 +404,13 @@ class Shell:
             )
             if command.status.done() or self._ended.done():
                 return
-        await self._process.kill_tree()
-        await asyncio.wait((self._ended,))
+        await self._kill()
+
+    async def _kill(self) -> None:
+        assert self._process is not None
+        async with deadline(START_SECONDS, f"ending shell {self.id}"):
+            await self._process.kill_tree()
+            await self._process.wait()
 
     def _listen(self) -> None:
         try:

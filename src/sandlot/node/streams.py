@@ -153,6 +153,7 @@ class Input:
         self.theirs, self._fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._fd, False)
         self._turn = asyncio.Lock()
+        self._wake = asyncio.Event()  # there may be room, or it was closed
 
     async def write(self, data: bytes) -> None:
         """Returns when the pipe has taken it all. Raises BrokenPipeError: nobody reads it any more, or it is closed."""
@@ -167,19 +168,22 @@ class Input:
                     await self._writable()
 
     async def _writable(self) -> None:
+        """Not for longer than the command reads: whoever sees its end closes this."""
         loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        loop.add_writer(self._fd, ready.set)
+        self._wake.clear()
+        loop.add_writer(self._fd, self._wake.set)
         try:
-            await ready.wait()
+            await self._wake.wait()
         finally:
-            loop.remove_writer(self._fd)
+            if self._fd >= 0:
+                loop.remove_writer(self._fd)
 
     def close(self) -> None:
         if self._fd >= 0:
             asyncio.get_running_loop().remove_writer(self._fd)
             os.close(self._fd)
             self._fd = -1
+            self._wake.set()
 
 
 def input_file(data: bytes) -> int:

@@ -297,7 +297,6 @@ async def test_a_name_is_taken_over_from_a_built_image_only(folder: Folder, node
 
 
 async def test_steps_are_hidden_and_stay(folder: Folder, node: Node, tmp_path: Path) -> None:
-    assert builder.STEP == layers.STEP
     await folder.build(TEXT)
     assert [image.name for image in await node.images()] == ["made"]
     with pytest.raises(NotFound) as caught:

@@ -89,6 +89,10 @@ async def test_input_comes_piece_by_piece(sandbox: Sandbox) -> None:
     assert result.out.total == len(b"first ") + 20 + 1_000_000 + len(b"done\n")
     with pytest.raises(Conflict, match="takes no more input"):
         await command.write("late")
+    full = await sandbox.start("sleep 0.5", stdin_open=True)  # which never reads, and ends while this waits
+    with pytest.raises(Conflict, match="takes no more input"):
+        async with asyncio.timeout(20):
+            await full.write(b"x" * 1_000_000)
     closed = await sandbox.start("exec <&-; sleep 600", stdin_open=True)
     with pytest.raises(Conflict, match="nobody reads"):
         for _ in range(100):
