@@ -380,8 +380,8 @@ async def write_stdin(
     command_id: CommandId,
     end: Annotated[bool, Query(description="nothing comes after this")] = False,
 ) -> Response:
-    """More for the standard input of a command that was started with `stdin_open`."""
-    await node.write_stdin(sandbox_id, command_id, await request.body(), end)
+    """More for the standard input of a command that was started with `stdin_open`; answers when it has been taken."""
+    await _while_heard(request, node.write_stdin(sandbox_id, command_id, await request.body(), end))
     return Response(status_code=204)
 
 
