@@ -6,8 +6,6 @@ leaves nothing half done, that memory per command is bounded by its output cap, 
 on the same directory carries on where a killed one stopped. It never decides how a box is made: that is the driver's
 business.
 
-    await node.run(…)      waits for: the process's exit (the driver), or the run's timeout
-      its output           moved to its log as it comes by the loop's readiness callbacks, no task, no thread
     a sandbox's end        destroy · its idle or lifetime timer · Box.death, whichever is first; all meet in `_finish`
     a box's end by reset   `reset` puts another box in its place first, so its death is nobody's end
     close                  waits for: the boxes that are being made, then every end, then the calls that clean up
@@ -16,9 +14,6 @@ business.
 from __future__ import annotations
 
 import asyncio
-import errno
-import hashlib
-import json
 import os
 import resource
 import secrets
@@ -60,16 +55,17 @@ from sandlot.api import (
     Warm,
     is_reference,
 )
-from sandlot.drivers.base import Adopted, Box, Death, Driver, Exit, Hold, Keeping, Process, Spawn
+from sandlot.drivers.base import Adopted, Box, Death, Driver, Keeping
 from sandlot.drivers.layers import FORK
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, SandlotError, host_fault
 from sandlot.node import files
+from sandlot.node.commands import STEP_SECONDS, Commands, fingerprint
 from sandlot.node.ledger import Ledger, NodeDirectory, image_store
-from sandlot.node.live import About, Command, Live, Note, Route, clock
+from sandlot.node.live import About, Command, Live, Note, Route
 from sandlot.node.pool import Pool
 from sandlot.node.pulls import Pulls
 from sandlot.node.shell import Shell
-from sandlot.node.streams import Input, Stream, input_file
+from sandlot.node.streams import Stream
 
 if TYPE_CHECKING:
     import httpx2
@@ -78,10 +74,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Deadlines in seconds of what the driver is asked. They are far above what was ever measured (milliseconds): past
-# them the host is in trouble, and the caller is better told than kept.
+# As STEP_SECONDS, where many steps are taken.
 CREATE_SECONDS = 60.0
-STEP_SECONDS = 30.0
 
 # The kernel takes namespaces down one after another: thousands of ends at once would only outlast their deadlines.
 ENDS_AT_ONCE = 32
@@ -131,12 +125,6 @@ async def _let_go(found: Adopted) -> None:
     await found.box.destroy(Ending.DRAINED)
 
 
-def _fingerprint(run: Run) -> str:
-    """Tells two commands apart."""
-    words = json.dumps((run.argv, run.env, run.cwd, run.user, run.stdin_open)).encode()
-    return hashlib.sha256(words + run.stdin).hexdigest()[:16]
-
-
 class Node:
     """NodeAPI on this host. `async with Node(driver) as node:` or `start` and `close`."""
 
@@ -182,7 +170,7 @@ class Node:
         self._id = self._directory.short_id
         try:
             self.ledger = Ledger(self._directory.path)
-            self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            self._commands = Commands(self._grace > 0, self._in_background)
         except BaseException:
             self._directory.remove()
             raise
@@ -241,9 +229,12 @@ class Node:
                 out.stop()
                 err.stop()
             if about.key is None:  # its caller was answered that the connection broke
-                self._in_background(self._drop(command))
+                self._in_background(self._commands.drop(command))
             else:
-                task = self._task(self._busy(live, self._complete(live, command)))
+                work = self._step(
+                    live, f"run {about.argv0} in sandbox {note.id}", self._commands.complete(live, command)
+                )
+                task = self._task(self._busy(live, work))
                 live.keyed.add(about.key, about.what, about.argv0, task, command)
         for listener, port, words in found.listeners:
             with suppress(ValidationError):
@@ -288,7 +279,7 @@ class Node:
             await self._upstreams.aclose()
         await self.driver.close()
         self.ledger.close()
-        os.close(self._null)
+        self._commands.close()
         assert self._directory is not None
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failed:
@@ -375,15 +366,17 @@ class Node:
         live = self._running(sandbox_id)
         with live:
             if run.key is None:
-                return await self._step(live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._run(live, run))
+                return await self._step(
+                    live, f"run {run.argv[0]} in sandbox {sandbox_id}", self._commands.run(live, run)
+                )
             self._start(live, run, run.key)
             return await self._result(live, run.key)
 
     def _start(self, live: Live, run: Run, key: str) -> None:
         """A run with a key, unless it was started before."""
-        same = _fingerprint(run)
+        same = fingerprint(run)
         if not live.keyed.has(key, same):
-            work = self._step(live, f"run {run.argv[0]} in sandbox {live.id}", self._run(live, run, same))
+            work = self._step(live, f"run {run.argv[0]} in sandbox {live.id}", self._commands.run(live, run, same))
             live.keyed.add(key, same, run.argv[0], self._task(self._busy(live, work)))
 
     async def _result(self, live: Live, key: str) -> RunResult:
@@ -442,102 +435,6 @@ class Node:
         """Work that nobody may be waiting for: the sandbox is not idle all the same."""
         with live:
             return await work
-
-    async def _drop(self, command: Command) -> None:
-        """End a command whose result nobody can get any more."""
-        try:
-            await _kill(command.process)
-            await command.process.release()
-        finally:
-            command.close()
-
-    async def _run(self, live: Live, run: Run, same: str = "") -> RunResult:
-        user, cwd, env = live.place(run)
-        box = live.box
-        theirs: list[int] = []
-        streams: list[Stream] = []
-        outcome = -1
-        feed: Input | None = None
-        try:
-            cap = live.spec.limits.output if run.output_cap is None else run.output_cap
-            for _ in range(2):
-                stream, end = Stream.new(cap)
-                streams.append(stream)
-                theirs.append(end)
-            out, err = streams
-            stdin = self._null
-            if run.stdin_open:
-                feed = Input()
-                stdin = feed.theirs
-                theirs.append(stdin)
-            elif run.stdin:
-                stdin = input_file(run.stdin)
-                theirs.append(stdin)
-            about = About(run.key, same, run.argv[0], cwd, clock(), run.timeout, cap)
-            hold = None
-            if self._grace:
-                held: tuple[int, ...] = (out.pipe, out.log, err.pipe, err.log)
-                if run.key is not None:
-                    outcome = os.memfd_create("sandlot-outcome", os.MFD_CLOEXEC)
-                    held += (outcome,)
-                hold = Hold(held, about.write())
-            async with deadline(STEP_SECONDS, f"starting {run.argv[0]} in sandbox {live.id}"):
-                process = await box.spawn(Spawn(run.argv, env, cwd, user), stdin, theirs[0], theirs[1], hold)
-        except BaseException:
-            for stream in streams:
-                stream.close()
-            if outcome >= 0:
-                os.close(outcome)
-            if feed is not None:
-                feed.close()
-            raise
-        finally:
-            for fd in theirs:
-                os.close(fd)
-        command = Command(box, process, out, err, about, outcome, feed)
-        if run.key is not None:
-            live.keyed.started(run.key, command)
-        if feed is not None and run.stdin:
-            self._in_background(_feed(feed, run.stdin))
-        return await self._complete(live, command)
-
-    async def _complete(self, live: Live, command: Command) -> RunResult:
-        """The result of a command that was started, here or by the node before this one."""
-        try:
-            if not command.is_over:
-                await self._finish_run(live, command)
-            out, err = command.out.output(), command.err.output()
-            if command.about.key is None:
-                await command.process.release()
-        finally:
-            command.close()
-        # Every field is ours and right: validation would only cost time here.
-        return RunResult.model_construct(out=out, err=err, **command.outcome)
-
-    async def _finish_run(self, live: Live, command: Command) -> None:
-        """Wait for its end: then its outcome is known, and all that it said is in its logs."""
-        process, err, about = command.process, command.err, command.about
-        left = None if about.timeout is None else max(0.0, about.started_at + about.timeout - clock())
-        try:
-            ended = await _wait(command, left)
-        except BaseException:
-            await shielded(process.release())
-            raise
-        if ended.signal is not None and command.box.death.done():
-            if live.box is not command.box:
-                raise Conflict(f"sandbox {live.id} was reset while {about.argv0} ran in it")
-            raise self._lost(live)
-        command.out.drain()
-        err.drain()
-        if ended.error is not None and not err.total:  # else the node before this one said it
-            err.say(_not_started(about.argv0, about.cwd, ended))
-        command.learn(
-            exit_code=_exit_code(ended),
-            signal=ended.signal,
-            oom=ended.oom,
-            seconds=clock() - about.started_at,
-            cpu_seconds=ended.cpu_seconds,
-        )
 
     async def open_shell(self, sandbox_id: str, spec: ShellSpec = ShellSpec()) -> ShellInfo:  # noqa: B008
         live = self._running(sandbox_id)
@@ -995,40 +892,6 @@ class Node:
         return death.done()
 
 
-async def _wait(command: Command, timeout: float | None) -> Exit:
-    """How it ended, or was ended: that is written down. On cancellation the whole tree is killed first."""
-    process = command.process
-    try:
-        async with asyncio.timeout(timeout):
-            return await process.wait()
-    except TimeoutError:
-        command.learn(timed_out=True)  # first: a node that comes after this one sees only that it was killed
-        await _kill(process)
-        return await process.wait()
-    except asyncio.CancelledError:
-        await shielded(_kill(process))
-        raise
-
-
-async def _kill(process: Process) -> None:
-    async with deadline(STEP_SECONDS, "killing a command"):
-        await process.kill_tree()
-        await process.wait()
-
-
-async def _feed(feed: Input, data: bytes) -> None:
-    with suppress(BrokenPipeError):
-        await feed.write(data)
-
-
-def _exit_code(ended: Exit) -> int:
-    if ended.code is not None:
-        return ended.code
-    if ended.signal is not None:
-        return 128 + ended.signal
-    return 127 if ended.error == errno.ENOENT else 126
-
-
 def _raise_open_files() -> None:
     """A box takes about four descriptors here and a command five more; the usual soft limit of 1,024, which exists for
     programs that use select(), would end at a hundred of each. The hard limit is the administrator's word, unless we
@@ -1039,15 +902,6 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     except (OSError, ValueError):  # not root
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _not_started(program: str, cwd: str, ended: Exit) -> str:
-    reason = os.strerror(ended.error or 0)
-    if ended.error_step == "chdir":
-        return f"sandlot: working directory {cwd}: {reason}\n"
-    if ended.error == errno.ENOENT:
-        return f"sandlot: {program}: command not found\n"
-    return f"sandlot: {program}: cannot be executed: {reason}\n"
 
 
 def local_node(

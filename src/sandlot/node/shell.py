@@ -410,7 +410,7 @@ class Shell:
         assert self._process is not None
         async with deadline(START_SECONDS, f"ending shell {self.id}"):
             await self._process.kill_tree()
-            await self._process.wait()
+            await (self._process.wait() if self._ended is None else asyncio.wait((self._ended,)))
 
     def _listen(self) -> None:
         try:
