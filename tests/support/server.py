@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sandlot.client import HttpNode
@@ -64,22 +65,21 @@ class Server:
         await self.stop()
 
 
+def records(state: Path) -> Iterator[dict[str, Any]]:
+    for record in state.glob("node-*/boxes/*.json"):
+        with suppress(FileNotFoundError):  # of a box that ends just now
+            yield json.loads(record.read_text())
+
+
 def first_processes(state: Path) -> list[int]:
     """PID 1 of every box that the nodes of this state directory have a record of, dead or alive."""
-    return [json.loads(record.read_text())["pid"] for record in state.glob("node-*/boxes/*.json")]
+    return [record["pid"] for record in records(state)]
 
 
 def owners(state: Path) -> list[str]:
     """Whose the boxes are that live and are not parked: a sandbox's id for each box."""
-    found = []
-    for record in state.glob("node-*/boxes/*.json"):
-        try:
-            facts = json.loads(record.read_text())
-        except FileNotFoundError:  # it ended while we looked
-            continue
-        if not facts["parked"] and alive(facts["pid"]):
-            found.append(json.loads(facts["note"])["id"])
-    return found
+    live = (record for record in records(state) if not record["parked"] and alive(record["pid"]))
+    return [json.loads(record["note"])["id"] for record in live]
 
 
 def leftovers(state: Path) -> list[str]:
