@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import zlib
 from dataclasses import dataclass
 from importlib.metadata import distribution, requires
 from pathlib import Path
@@ -24,7 +25,7 @@ WORK = TOP / "build" / "kernels"
 NEEDED = ("qemu-system-x86_64", "mmdebstrap", "busybox", "mke2fs", "cpio", "dpkg-deb", "apt-get", "zstd")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 ROOT_RELEASE = "bookworm"
-ROOT_PACKAGES = "python3,procps,iproute2,util-linux,passwd,hostname,bsdutils,uidmap"
+ROOT_PACKAGES = "python3,busybox-static,procps,iproute2,util-linux,passwd,hostname,bsdutils,uidmap"
 # What a guest needs, where it is not part of the kernel: the disk, its file system (which asks for crc32c by name), and
 # what nobody in the guest could load later.
 MODULES = ("virtio_pci", "virtio_blk", "crc32c_generic", "ext4", "overlay", "loop")
@@ -177,7 +178,7 @@ def packages(*names: str) -> set[str]:
 def disk() -> Path:
     """The guests' disk: Debian, this tree, the Python packages that its tests need. Guests write to copies of
     it; the caller removes it."""
-    rootfs, image = WORK / "rootfs.tar", WORK / f"disk-{os.getpid()}.img"
+    rootfs, image = WORK / f"rootfs-{zlib.crc32(ROOT_PACKAGES.encode()):x}.tar", WORK / f"disk-{os.getpid()}.img"
     if not rootfs.exists():
         partial = WORK / "rootfs.partial.tar"
         run("mmdebstrap", "--variant=minbase", f"--include={ROOT_PACKAGES}", ROOT_RELEASE, partial, mirror())
