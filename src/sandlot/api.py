@@ -656,7 +656,8 @@ class NodeAPI(Protocol):
 
     async def import_image(self, name: str, path: Path) -> ImageInfo:
         """Make an image out of a directory or file of the caller's host: an OCI layout (or a tar of one), what
-        `docker save` writes, or a root file system (or a tar of one). Raises Conflict (the name is taken), BadImage."""
+        `docker save` writes, or a root file system (or a tar of one). Raises Conflict (the name is taken), NotFound
+        (nothing is there), BadImage."""
         ...
 
     async def tag_image(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:

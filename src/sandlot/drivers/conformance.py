@@ -20,6 +20,7 @@ import io
 import os
 import secrets
 import signal
+import socket
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,8 +30,8 @@ from pathlib import Path
 
 from sandlot.aio import deadline
 from sandlot.api import Change, Ending, ImageConfig, ImageInfo, Limits, SandboxSpec, Volume
-from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Driver, Exit, Hold, Keeping, Process, Spawn
-from sandlot.errors import Conflict, InvalidRequest, NotFound, SandlotError
+from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Driver, Exit, Hold, Keeping, Process, Progress, Spawn
+from sandlot.errors import BadImage, Conflict, InvalidRequest, NotFound, SandlotError, Unreachable
 
 # Seconds that one step may take: far more than any does, so that a hang fails by name.
 _STEP = 20.0
@@ -750,6 +751,74 @@ async def check_an_export_is_a_tar(driver: Driver) -> None:
     finally:
         os.close(null)
     raise AssertionError("an image that does not exist was exported")
+
+
+@_check("kernel")
+async def check_an_import_is_an_image(driver: Driver) -> None:
+    """A tar of a root file system becomes an image of its files under a name that nobody else has, and is listed; what
+    is no tar is BadImage, a file that is not there NotFound, and none of them leaves anything."""
+    name = f"check-{secrets.token_hex(5)}"
+    before = await driver.images()
+    with tempfile.TemporaryDirectory() as scratch:
+        tar = Path(scratch) / "root.tar"
+        tar.write_bytes(_tar(("etc", None), ("etc/issue", b"imported")))
+        bad = Path(scratch) / "bad.tar"
+        bad.write_bytes(b"no tar" * 1000)
+        for path, expected in ((bad, BadImage), (Path(scratch) / "none", NotFound)):
+            await _refused(driver.import_(name, path, Progress()), expected)
+        assert await driver.images() == before
+        async with deadline(_STEP, "importing an image"):
+            info = await driver.import_(name, tar, Progress())
+        try:
+            assert info in await driver.images(), info
+            async with a_box(driver, SandboxSpec(image=name)) as box:
+                assert await _bytes(box, "/etc/issue") == b"imported"
+            await _refused(driver.import_(name, tar, Progress()), Conflict)
+        finally:
+            await driver.forget(name)
+            await driver.prune()
+    assert await driver.images() == before
+
+
+@_check("kernel")
+async def check_a_pull_that_fails_leaves_nothing(driver: Driver) -> None:
+    """A registry that does not answer is Unreachable, and there is no image, not even one that nobody lists."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        reference = f"127.0.0.1:{taken.getsockname()[1]}/none:here"
+    before = await driver.images()
+    async with deadline(_STEP, "failing to pull"):
+        await _refused(driver.pull(reference, Progress()), Unreachable)
+    assert await driver.images() == before
+    await _refused(driver.image(reference), NotFound)
+
+
+async def _refused(work: Awaitable[object], expected: type[SandlotError]) -> None:
+    try:
+        found = await work
+    except expected:
+        return
+    raise AssertionError(f"{found!r} is no {expected.__name__}")
+
+
+@_check()
+async def check_a_tag_is_another_name(driver: Driver) -> None:
+    """What was built is there under its new name as well, with a config of its own; a built image is replaced, a
+    snapshot is not."""
+    name = f"check-{secrets.token_hex(5)}"
+    async with a_box(driver) as box:
+        await _written(box, "/root/f", b"built")
+        async with a_snapshot(driver, box) as info:
+            await _refused(driver.tag(info.name, info.name), Conflict)
+            await _refused(driver.tag(f"no-{name}", name), NotFound)
+            await driver.tag(info.name, name)
+            tagged = await driver.tag(info.name, name, ImageConfig(workdir="/tmp"))
+    try:
+        assert (tagged.kind, tagged.config.workdir) == ("built", "/tmp"), tagged
+        async with a_box(driver, SandboxSpec(image=name)) as second:
+            assert second.config == tagged.config
+            assert await _bytes(second, "/root/f") == b"built"
+    finally:
+        await driver.forget(name)
 
 
 @_check()
