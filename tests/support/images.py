@@ -321,11 +321,11 @@ class Front:
 class Tokens:
     """Makes tokens that a registry takes whose `auth: token` trusts this key, with its certificate."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, words: str = "") -> None:
         need("openssl")
         folder.mkdir()
         self.key, self.certificate = folder / "key.pem", folder / "certificate.pem"
-        words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=tests"
+        words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=tests " + words
         files = ["-keyout", str(self.key), "-out", str(self.certificate)]
         subprocess.run(["openssl", *words.split(), *files], check=True, capture_output=True)
 

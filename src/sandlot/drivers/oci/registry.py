@@ -17,6 +17,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -458,11 +459,17 @@ class _Connections:
         key = (where, insecure)
         if key not in self._clients:  # one for each name: a connection is good for the name that its certificate has
             proxied = self._public is None  # an address behind a proxy cannot be looked at
-            self._clients[key] = httpx2.AsyncClient(verify=not insecure, trust_env=proxied, follow_redirects=False)
+            trusted = False if insecure else _trusted()
+            self._clients[key] = httpx2.AsyncClient(verify=trusted, trust_env=proxied, follow_redirects=False)
         try:
             return await self._clients[key].send(request, stream=True)
         except httpx2.HTTPError as error:
             word = str(error) or type(error).__name__
+            if "CERTIFICATE_VERIFY_FAILED" in word:
+                raise Unreachable(
+                    f"the registry {where} has a certificate that is not trusted: {word}",
+                    "name the file of who signed it in SSL_CERT_FILE, or the registry as `insecure` in registries.conf",
+                ) from error
             raise _Passing(
                 Unreachable(
                     f"the registry {where} cannot be reached: {word}", "is its name right, and is there a network?"
@@ -486,3 +493,14 @@ async def _public_address(host: str) -> str:
                 f"who runs it can allow it: `sandlot serve --allow-registry {host}`",
             )
     return str(addresses[0])
+
+
+def _trusted() -> ssl.SSLContext:
+    """With the host's certificates, or those of SSL_CERT_FILE, whether there is a proxy or not."""
+    try:
+        return httpx2.create_ssl_context()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise HostFault(
+            f"the certificates that SSL_CERT_FILE or SSL_CERT_DIR names cannot be read: {reason}"
+        ) from error

@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from email.message import Message
 from pathlib import Path
@@ -389,6 +390,46 @@ async def test_a_registry_of_this_machine_may_have_a_certificate_of_its_own(
 ) -> None:
     with Registry(tmp_path / "own", tls=images.Tokens(tmp_path / "certificate")) as own:
         await pull(boxes, own.push(roots["busybox"].path, "tls/x:1"))
+
+
+AWAY = """
+import asyncio, http.server, os, ssl, sys, threading, time
+from pathlib import Path
+from sandlot.node.node import local_node
+
+folder = Path(sys.argv[1])
+server = http.server.ThreadingHTTPServer(("192.0.2.7", 0), http.server.BaseHTTPRequestHandler)
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+context.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
+server.socket = context.wrap_socket(server.socket, server_side=True)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+host = f"192.0.2.7:{server.server_port}"
+
+async def main():
+    for registries in None, (host,):
+        async with local_node(folder / "state", registries=registries) as node:
+            try:
+                async for _ in node.pull_image(f"{host}/x:1"):
+                    pass
+            except Exception as error:
+                print(type(error).__name__, error, getattr(error, "hint", None))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_registry_elsewhere_needs_a_certificate_that_is_trusted(trusted: bool, tmp_path: Path) -> None:
+    key = images.Tokens(tmp_path / "tls", "-addext subjectAltName=IP:192.0.2.7")
+    other = images.Tokens(tmp_path / "other")
+    env = {**os.environ, "SSL_CERT_FILE": str((key if trusted else other).certificate)}
+    elsewhere = 'ip link set lo up && ip address add 192.0.2.7/32 dev lo && exec "$@"'
+    words = ("unshare", "--map-root-user", "--net", "sh", "-c", elsewhere, "-", sys.executable, "-c", AWAY)
+    found = subprocess.run([*words, key.key.parent], env=env, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    said = found.stdout.splitlines()
+    assert len(said) == 2
+    assert all(("not trusted" not in line) == trusted and ("SSL_CERT_FILE" not in line) == trusted for line in said)
 
 
 def settings(monkeypatch: pytest.MonkeyPatch, file: Path, text: str) -> None:
