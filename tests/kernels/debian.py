@@ -26,6 +26,8 @@ NEEDED = ("qemu-system-x86_64", "mmdebstrap", "busybox", "mke2fs", "cpio", "dpkg
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 ROOT_RELEASE = "bookworm"
 ROOT_PACKAGES = "python3,busybox-static,procps,iproute2,util-linux,passwd,hostname,bsdutils,uidmap"
+# For the guests' Python, which is older than 3.14.
+PYTHON_PACKAGES = ("pydantic", "pytest", "pytest-asyncio", "uvicorn", "httptools", "httpx2", "backports-zstd")
 # What a guest needs, where it is not part of the kernel: the disk, its file system (which asks for crc32c by name), and
 # what nobody in the guest could load later.
 MODULES = ("virtio_pci", "virtio_blk", "crc32c_generic", "ext4", "overlay", "loop")
@@ -193,7 +195,7 @@ def disk() -> Path:
             if (TOP / name).is_file():
                 (tree / "sandlot" / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(TOP / name, tree / "sandlot" / name)
-        for name in packages("pydantic", "pytest", "pytest-asyncio", "uvicorn", "httptools", "httpx2"):
+        for name in packages(*PYTHON_PACKAGES):
             found = distribution(name)
             for file in found.files or ():
                 source = Path(str(found.locate_file(file)))
