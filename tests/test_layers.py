@@ -52,7 +52,8 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "matplotlib": ("rl.report",),
     "transformers": ("rl.engines.local", "rl.train", "rl.launch"),
     "uvicorn": ("asgi",),
-    "httpx2": ("client", "node.relay", "node.node", "drivers.oci.registry"),
+    "aiohttp": ("client",),
+    "httpx2": ("node.relay", "node.node", "drivers.oci.registry"),
 }
 
 

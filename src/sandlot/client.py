@@ -18,9 +18,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, quote_from_bytes, urlsplit
 
-import httpx2
+import aiohttp
+import yarl
 from pydantic import TypeAdapter, ValidationError
 
 from sandlot import asgi
@@ -80,6 +81,15 @@ _AWAY_STEP = 0.25
 # An attempt that took longer than connecting may take found a server there, and waited for the command.
 _HELD_SECONDS = _CONNECT_SECONDS + 5.0
 
+_JSON, _BINARY = "application/json", "application/octet-stream"
+Content = str | bytes | AsyncIterator[bytes] | None
+
+# A connection that takes a large body more slowly than this is taken for a broken one (bytes a second).
+_SLOWEST = 1 << 18
+
+# What of an answer waits to be read: of 50 MB, the default of 64 kB would wake its reader four times as often (bytes).
+_BUFFER = 1 << 18
+
 # An idle connection is dropped here before the server would do it (asgi.KEEP_ALIVE_SECONDS).
 _IDLE_SECONDS = 30.0
 
@@ -111,17 +121,14 @@ class HttpNode:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         try:
-            self._url = httpx2.URL(url.rstrip("/"))
-        except httpx2.InvalidURL as error:
+            host = urlsplit(url).hostname
+            self._url = yarl.URL(url.rstrip("/"))
+        except ValueError as error:
             raise InvalidRequest(f"{url!r} is not a URL: {error}") from None
-        if self._url.scheme not in ("http", "https") or not self._url.host:
+        if self._url.scheme not in ("http", "https") or not host:
             raise InvalidRequest(f"{url!r} is not the URL of a server", "write it as `http://127.0.0.1:8750`")
-        self._client = httpx2.AsyncClient(
-            base_url=self._url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=_IDLE_SECONDS),
-            trust_env=False,
-        )
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None  # made by the first call, for it belongs to that one's loop
         self._handlers: _Handlers | None = None
         self._had: set[str] = set()  # images that the server had once: it is not asked again before each create
 
@@ -211,9 +218,8 @@ class HttpNode:
         except OSError as error:
             raise NotFound(f"{path} cannot be read: {error.strerror}") from error
         with file:
-            headers = {"Content-Type": "application/octet-stream"}
             work = self._send(
-                "PUT", _image(name), f"importing {path}", _IMPORT_SECONDS, content=_pieces(file), headers=headers
+                "PUT", _image(name), f"importing {path}", _IMPORT_SECONDS, content=_pieces(file), kind=_BINARY
             )
             return _IMAGE.validate_json(await work)
 
@@ -230,24 +236,44 @@ class HttpNode:
 
     async def export_image(self, name: str) -> AsyncIterator[bytes]:
         async with self._stream("GET", f"{_image(name)}/tar", f"exporting {name}", _COPY_SECONDS) as answer:
-            async for chunk in answer.aiter_bytes():
+            async for chunk in answer.content.iter_any():
                 yield chunk
 
     @asynccontextmanager
     async def _stream(
-        self, method: str, path: str, doing: str, silence: float | None, **request: Any
-    ) -> AsyncIterator[httpx2.Response]:
-        """An answer that is read as it comes, a piece at least every so many seconds."""
-        timeout = httpx2.Timeout(_STEP_SECONDS, connect=_CONNECT_SECONDS, read=silence)
-        headers = {"Content-Type": "application/json"}
+        self,
+        method: str,
+        path: str,
+        doing: str,
+        silence: float | None,
+        *,
+        seconds: float | None = None,
+        content: Content = None,
+        kind: str = _JSON,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer that is read as it comes: a piece at least every `silence` seconds, all of it within `seconds`."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
+            self._session = aiohttp.ClientSession(
+                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers, read_bufsize=_BUFFER
+            )
+        url = yarl.URL(f"{self._url}{path}", encoded=True)
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS, sock_read=silence)
+        headers = {"Content-Type": kind}
         try:
-            async with self._client.stream(method, path, timeout=timeout, headers=headers, **request) as answer:
-                if not answer.is_success:
-                    await answer.aread()
-                    raise _refusal(answer)
+            async with self._session.request(
+                method, url, data=content, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
+                if not answer.ok:
+                    raise _refusal(answer.status, await answer.read())
                 yield answer
-        except httpx2.TransportError as error:
-            raise self._broken(error, doing) from None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            raise Unreachable(f"no server answers at {self._url}", "`sandlot serve` starts one") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"{doing} did not finish within {seconds or silence:g} s") from None
+        except aiohttp.ClientError as error:
+            broke = f"the server at {self._url} broke the connection while {doing}: {type(error).__name__}"
+            raise Unreachable(broke, "look at what `sandlot serve` printed") from None
 
     async def pools(self) -> list[PoolInfo]:
         return await self._call("GET", "/v1/pools", _POOLS, "asking for the warm pools")
@@ -298,12 +324,12 @@ class HttpNode:
             yield from_json(_CHUNK, line)
 
     async def _lines(
-        self, method: str, path: str, doing: str, silence: float | None, **request: Any
+        self, method: str, path: str, doing: str, silence: float | None, content: Content = None
     ) -> AsyncIterator[bytes]:
         """The lines of an answer, as they come: an error that comes in the middle is the last one."""
         left = b""
-        async with self._stream(method, path, doing, silence, **request) as answer:
-            async for piece in answer.aiter_bytes():
+        async with self._stream(method, path, doing, silence, content=content) as answer:
+            async for piece in answer.content.iter_any():
                 *lines, left = (left + piece).split(b"\n")
                 for line in lines:
                     if line.startswith(b'{"error"'):
@@ -316,9 +342,8 @@ class HttpNode:
 
     async def write_stdin(self, sandbox_id: str, command_id: str, data: bytes, end: bool = False) -> None:
         path = _command_path(sandbox_id, command_id, f"stdin?end={str(end).lower()}")
-        headers = {"Content-Type": "application/octet-stream"}
         # As long as the command takes to read it.
-        await self._send("PUT", path, f"writing to command {command_id}", None, content=data, headers=headers)
+        await self._send("POST", path, f"writing to command {command_id}", None, content=data, kind=_BINARY)
 
     async def open_shell(self, sandbox_id: str, spec: ShellSpec = ShellSpec()) -> ShellInfo:  # noqa: B008
         content = spec.model_dump_json(exclude_unset=True)
@@ -358,18 +383,17 @@ class HttpNode:
             f"{_file_path(sandbox_id, path)}&mode={mode}",
             f"writing {path} of {sandbox_id}",
             content=data,
-            headers={"Content-Type": "application/octet-stream"},
+            kind=_BINARY,
         )
 
     async def upload(self, sandbox_id: str, path: str, tar: AsyncIterator[bytes], user: int = 0) -> None:
         await self._send(
             "PUT",
-            _path(sandbox_id, "tree"),
+            _path(sandbox_id, f"tree?path={_query(path)}&user={user}"),
             f"unpacking files at {path} of {sandbox_id}",
             _COPY_SECONDS,
-            params={"path": path, "user": user},
             content=tar,
-            headers={"Content-Type": "application/x-tar"},
+            kind="application/x-tar",
         )
 
     async def route(self, sandbox_id: str, port: int, target: Target) -> None:
@@ -393,9 +417,7 @@ class HttpNode:
     async def destroy(self, sandbox_id: str, ending: Ending = Ending.EXIT) -> Info:
         if self._handlers is not None:
             self._handlers.remove(sandbox_id)
-        return await self._call(
-            "DELETE", _path(sandbox_id), _INFO, f"ending {sandbox_id}", params={"ending": ending.value}
-        )
+        return await self._call("DELETE", _path(sandbox_id, f"?ending={ending.value}"), _INFO, f"ending {sandbox_id}")
 
     async def capabilities(self) -> list[Capability]:
         return await self._call("GET", "/v1/capabilities", _CAPABILITIES, "asking what the host can do")
@@ -406,7 +428,8 @@ class HttpNode:
     async def close(self) -> None:
         if self._handlers is not None:
             self._handlers.close()
-        await self._client.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def list(self) -> list[Info]:
         return await self._call("GET", "/v1/sandboxes", _INFOS, "listing the sandboxes")
@@ -418,9 +441,10 @@ class HttpNode:
         answer: TypeAdapter[T],
         doing: str,
         seconds: float | None = _STEP_SECONDS,
-        **request: Any,
+        *,
+        content: Content = None,
     ) -> T:
-        body = await self._send(method, path, doing, seconds, **request)
+        body = await self._send(method, path, doing, seconds, content=content)
         try:
             return from_json(answer, body)
         except ValidationError:
@@ -430,34 +454,28 @@ class HttpNode:
             ) from None
 
     async def _send(
-        self, method: str, path: str, doing: str, seconds: float | None = _STEP_SECONDS, **request: Any
+        self,
+        method: str,
+        path: str,
+        doing: str,
+        seconds: float | None = _STEP_SECONDS,
+        *,
+        content: Content = None,
+        kind: str = _JSON,
     ) -> bytes:
-        headers = {"Content-Type": "application/json", **request.pop("headers", {})}
-        timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS)
-        try:
-            response = await self._client.request(method, path, headers=headers, timeout=timeout, **request)
-        except httpx2.TransportError as error:
-            if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
-                raise DeadlineExceeded(f"{doing} did not finish within {seconds:g} s") from None
-            raise self._broken(error, doing) from None
-        if response.is_success:
-            return response.content
-        raise _refusal(response)
-
-    def _broken(self, error: httpx2.TransportError, doing: str) -> SandlotError:
-        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
-            return Unreachable(f"no server answers at {self._url}", "`sandlot serve` starts one")
-        broke = f"the server at {self._url} broke the connection while {doing}: {type(error).__name__}"
-        return Unreachable(broke, "look at what `sandlot serve` printed")
+        if seconds is not None and isinstance(content, bytes):
+            seconds += len(content) / _SLOWEST
+        async with self._stream(method, path, doing, None, seconds=seconds, content=content, kind=kind) as answer:
+            return await answer.read()
 
 
-def _refusal(response: httpx2.Response) -> SandlotError:
+def _refusal(status: int, body: bytes) -> SandlotError:
     """The server's own error."""
     try:
-        body = response.json()
+        said = json.loads(body)
     except ValueError:
-        body = None
-    return from_wire(body, response.status_code)
+        said = None
+    return from_wire(said, status)
 
 
 def _image(name: str) -> str:
@@ -480,7 +498,8 @@ def _tar_of(directory: Path) -> BinaryIO:
 
 
 def _path(sandbox_id: str, rest: str = "") -> str:
-    return f"/v1/sandboxes/{quote(sandbox_id, safe='')}" + (f"/{rest}" if rest else "")
+    slash = "/" if rest and rest[0] != "?" else ""
+    return f"/v1/sandboxes/{quote(sandbox_id, safe='')}{slash}{rest}"
 
 
 def _command_path(sandbox_id: str, command_id: str, rest: str) -> str:
@@ -492,18 +511,22 @@ def _shell_path(sandbox_id: str, shell_id: str, rest: str = "") -> str:
 
 
 def _file_path(sandbox_id: str, path: str) -> str:
+    return _path(sandbox_id, f"files?path={_query(path)}")
+
+
+def _query(path: str) -> str:
+    """The name of a file, of any bytes, as a value in a URL."""
     try:
-        named = path.encode("utf-8", "surrogateescape")
+        return quote_from_bytes(path.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError:
         raise InvalidRequest(f"{path!r} is not text, nor the name of a file as `os.fsdecode` gives it") from None
-    return _path(sandbox_id, f"files?path={quote(named, safe='/')}")
 
 
 class _Handlers:
     """Applications of this process that answer for sandboxes elsewhere: one listener, told apart by a random key that
     only the server holds."""
 
-    def __init__(self, server: httpx2.URL) -> None:
+    def __init__(self, server: yarl.URL) -> None:
         if server.host not in ("127.0.0.1", "localhost", "::1"):
             raise Unsupported(
                 f"the server {server.host} cannot reach an application of this process",

@@ -27,7 +27,16 @@ KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 ROOT_RELEASE = "bookworm"
 ROOT_PACKAGES = "python3,busybox-static,procps,iproute2,util-linux,passwd,hostname,bsdutils,uidmap"
 # For the guests' Python, which is older than 3.14.
-PYTHON_PACKAGES = ("pydantic", "pytest", "pytest-asyncio", "uvicorn", "httptools", "httpx2", "backports-zstd")
+PYTHON_PACKAGES = (
+    "pydantic",
+    "pytest",
+    "pytest-asyncio",
+    "uvicorn",
+    "httptools",
+    "aiohttp",
+    "httpx2",
+    "backports-zstd",
+)
 # What a guest needs, where it is not part of the kernel: the disk, its file system (which asks for crc32c by name), and
 # what nobody in the guest could load later.
 MODULES = ("virtio_pci", "virtio_blk", "crc32c_generic", "ext4", "overlay", "loop")

@@ -52,7 +52,19 @@ def test_the_public_names_are_those_listed() -> None:
 
 def test_importing_it_loads_nothing_heavy() -> None:
     done = python("import sys, sandlot; print(*sorted(m for m in sys.modules if '.' not in m))")
-    heavy = {"torch", "numpy", "ray", "fastapi", "starlette", "uvicorn", "httpx2", "typer", "rich", "transformers"}
+    heavy = {
+        "torch",
+        "numpy",
+        "ray",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "aiohttp",
+        "httpx2",
+        "typer",
+        "rich",
+        "transformers",
+    }
     assert done.returncode == 0, done.stderr
     assert heavy.isdisjoint(done.stdout.split())
 

@@ -372,7 +372,7 @@ async def signal(
     return Response(status_code=204)
 
 
-@router.put("/sandboxes/{sandbox_id}/commands/{command_id}/stdin", status_code=204)
+@router.post("/sandboxes/{sandbox_id}/commands/{command_id}/stdin", status_code=204)
 async def write_stdin(
     request: Request,
     node: Node,

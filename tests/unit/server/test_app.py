@@ -156,7 +156,7 @@ async def test_the_document_names_every_route(http: httpx2.AsyncClient) -> None:
         "GET /v1/sandboxes/{sandbox_id}/commands/{command_id}/wait",
         "GET /v1/sandboxes/{sandbox_id}/commands/{command_id}/output",
         "POST /v1/sandboxes/{sandbox_id}/commands/{command_id}/signal",
-        "PUT /v1/sandboxes/{sandbox_id}/commands/{command_id}/stdin",
+        "POST /v1/sandboxes/{sandbox_id}/commands/{command_id}/stdin",
         "POST /v1/sandboxes/{sandbox_id}/shells",
         "GET /v1/sandboxes/{sandbox_id}/shells",
         "DELETE /v1/sandboxes/{sandbox_id}/shells/{shell_id}",
