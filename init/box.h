@@ -96,6 +96,7 @@ struct child {
 	int error_fd;  /* CHILD_RUN: exec's errno comes here, CHILD_OPEN: the answer; -1 otherwise */
 	struct held *held; /* what is kept until RELEASE; NULL: nothing */
 	struct reply *exit;
+	int killed; /* with its tree, by us */
 };
 enum { CHILD_RUN = 1, CHILD_WORK = 2, CHILD_OPEN = 3 }; /* WORK answers for itself, OPEN through PID 1 */
 

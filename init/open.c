@@ -134,6 +134,6 @@ int open_inside(const struct message *message, struct child *out)
 		close(ends[0]);
 		return error;
 	}
-	*out = (struct child){pid, message->head.id, CHILD_OPEN, ends[0], NULL, NULL};
+	*out = (struct child){.pid = pid, .id = message->head.id, .kind = CHILD_OPEN, .error_fd = ends[0]};
 	return 0;
 }

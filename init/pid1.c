@@ -238,8 +238,10 @@ static void kill_request(const struct message *message)
 		child = NULL; /* over already */
 	if (child && flags & KILL_ONLY_ITSELF)
 		kill(child->pid, SIGKILL);
-	else if (child)
+	else if (child && !child->killed) { /* a second time, its death would look like a descendant's doing */
+		child->killed = 1;
 		kill_tree(child->pid);
+	}
 	answer(message->head.id, more < 0 ? EBADMSG : child ? 0 : ESRCH, -1);
 }
 

@@ -174,7 +174,8 @@ int spawn(struct message *message, const struct plan *plan, struct child *out)
 			close(pipes[0]);
 		}
 		close(pipes[1]);
-		*out = (struct child){pid, message->head.id, CHILD_RUN, pipes[0], held, NULL};
+		*out = (struct child){
+			.pid = pid, .id = message->head.id, .kind = CHILD_RUN, .error_fd = pipes[0], .held = held};
 	}
 	if (error)
 		let_go(held);

@@ -374,7 +374,7 @@ static int begin(uint32_t id, int upper, int fds, int needed, pid_t *pid, struct
 		return upper < 0 ? ENOTSUP : EBADMSG;
 	if ((*pid = fork()) < 0)
 		return errno;
-	*out = (struct child){*pid, id, CHILD_WORK, -1, NULL, NULL};
+	*out = (struct child){.pid = *pid, .id = id, .kind = CHILD_WORK, .error_fd = -1};
 	return 0;
 }
 

@@ -401,7 +401,7 @@ int unpack_inside(const struct message *message, struct child *out)
 	if (pid < 0)
 		return errno;
 	if (pid > 0) {
-		*out = (struct child){pid, message->head.id, CHILD_WORK, -1, NULL, NULL};
+		*out = (struct child){.pid = pid, .id = message->head.id, .kind = CHILD_WORK, .error_fd = -1};
 		return 0;
 	}
 	source = message->fds[0];

@@ -29,7 +29,7 @@ from sandlot.api import Ending, Limits, Profile, SandboxSpec, Volume
 from sandlot.drivers.base import Spawn
 from sandlot.drivers.images import Image
 from sandlot.drivers.native import ids, seccomp
-from sandlot.drivers.native.box import NativeBox
+from sandlot.drivers.native.box import NativeBox, NativeProcess
 from sandlot.drivers.native.cgroup import Cgroups
 from sandlot.drivers.native.ids import SubIds
 from sandlot.drivers.native.plan import CAPABILITIES, Host, Plan, make_plan
@@ -480,6 +480,27 @@ async def test_without_descriptors_left_an_open_fails_as_such(boxes: Boxes) -> N
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_without_cgroups_what_is_killed_again_takes_no_neighbour_along(boxes: Boxes) -> None:
+    box = await boxes()
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+
+    async def sleeping() -> NativeProcess:
+        process = await box.spawn(Spawn(("sleep", "600"), ENV, "/"), null, null, null)
+        process._group = None
+        return process
+
+    try:
+        neighbour = await sleeping()
+        for _ in range(20):
+            process = await sleeping()
+            await asyncio.gather(*(process.kill_tree() for _ in range(9)))
+            assert (await process.wait()).signal == signal.SIGKILL
+            await process.release()
+        assert not neighbour.exit.done()
+    finally:
+        os.close(null)
 
 
 def cgroup_directories() -> list[str]:
