@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INIT := src/sandlot/drivers/native/bin/sandlot-init
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup packages demo test check hostile hostile-controls faults kernels ci format clean
+.PHONY: help setup packages demo test check hostile hostile-controls faults kernels soak ci format clean
 help:
 	@echo "make demo    set up, then train an agent in real sandboxes (about 5 minutes)"
 	@echo "make test    set up, then run the tests"
@@ -73,10 +73,15 @@ faults: setup
 kernels: setup
 	$(BIN)/python tests/kernels/run.py
 
+# Twenty thousand sandboxes, two hundred thousand commands.
+soak: setup
+	SANDLOT_SOAK_BOXES=20000 $(BIN)/python -m pytest -q -s tests/soak
+
 ci: check hostile hostile-controls
 	SANDLOT_FAULT_ROUNDS=20 $(BIN)/python -m pytest -q -s tests/faults
+	SANDLOT_SOAK_BOXES=400 $(BIN)/python -m pytest -q -s tests/soak
 	@echo "left out here: recipes/find/demo.toml in full (make demo), bench/ (python bench/box.py), the hostile suite as"
-	@echo "an ordinary user (run make hostile as one), other kernels (make kernels), a thousand kills (make faults; 20 here)"
+	@echo "an ordinary user (run make hostile as one), other kernels (make kernels), a thousand kills (make faults; 20 here), twenty thousand sandboxes (make soak; 400 here)"
 	$(BIN)/python -m pytest -q --durations=10
 
 clean:
