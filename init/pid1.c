@@ -306,7 +306,9 @@ static void signal_request(const struct message *message)
 	/* With a terminal it is for those in its foreground, who are asked for here: their number means something here. */
 	if (!error && message->fd_count > 0 && (whom = tcgetpgrp(message->fds[0])) <= 1)
 		error = ESRCH;
-	if (!error && kill(whom == -1 ? -1 : -whom, (int)number) < 0 && errno != ESRCH)
+	if (!error && kill(whom == -1 ? -1 : -whom, (int)number) < 0 &&
+	    /* A command that was started a moment ago leads no group yet. */
+	    (errno != ESRCH || (run && kill(whom, (int)number) < 0)) && errno != ESRCH)
 		error = errno;
 	answer(message->head.id, error, -1);
 }

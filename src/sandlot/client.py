@@ -258,11 +258,12 @@ class HttpNode:
                 connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers, read_bufsize=_BUFFER
             )
         url = yarl.URL(f"{self._url}{path}", encoded=True)
+        source = _Source(content) if isinstance(content, AsyncIterator) else None
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS, sock_read=silence)
         headers = {"Content-Type": kind}
         try:
             async with self._session.request(
-                method, url, data=content, headers=headers, timeout=timeout, allow_redirects=False
+                method, url, data=source or content, headers=headers, timeout=timeout, allow_redirects=False
             ) as answer:
                 if not answer.ok:
                     raise _refusal(answer.status, await answer.read())
@@ -272,6 +273,8 @@ class HttpNode:
         except TimeoutError:
             raise DeadlineExceeded(f"{doing} did not finish within {seconds or silence:g} s") from None
         except aiohttp.ClientError as error:
+            if source is not None and source.failed is not None:
+                raise source.failed from None
             broke = f"the server at {self._url} broke the connection while {doing}: {type(error).__name__}"
             raise Unreachable(broke, "look at what `sandlot serve` printed") from None
 
@@ -467,6 +470,22 @@ class HttpNode:
             seconds += len(content) / _SLOWEST
         async with self._stream(method, path, doing, None, seconds=seconds, content=content, kind=kind) as answer:
             return await answer.read()
+
+
+class _Source:
+    """What is sent piece by piece, and what went wrong with it here."""
+
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+        self._pieces = pieces
+        self.failed: Exception | None = None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._pieces:
+                yield piece
+        except Exception as error:
+            self.failed = error
+            raise
 
 
 def _refusal(status: int, body: bytes) -> SandlotError:

@@ -128,6 +128,17 @@ async def test_results_are_the_node_s_own(local: Node, remote: HttpNode) -> None
     assert (await remote.counts())["preempted"] == 1
 
 
+async def test_what_fails_here_while_it_is_sent_is_told_as_it_is(remote: HttpNode) -> None:
+    async def failing() -> AsyncIterator[bytes]:
+        yield b"x" * 5000
+        raise ZeroDivisionError
+
+    box = (await remote.create(SandboxSpec())).id
+    with pytest.raises(ZeroDivisionError):
+        await remote.upload(box, "/root", failing())
+    assert (await remote.run(box, run("true"))).ok
+
+
 async def test_snapshots_and_changes_are_the_node_s_own(local: Node, remote: HttpNode) -> None:
     box = (await remote.create(SandboxSpec())).id
     await remote.write_file(box, "/root/new", b"snapped")
