@@ -56,13 +56,15 @@ def steps(run: Path) -> int:
     return file.read_text().count('"step"') if file.exists() else 0
 
 
-def end_at_step(process: subprocess.Popen[str], run: Path, step: int, number: int) -> None:
-    """Send the signal once so many steps are done, and wait for the end."""
+def end_at_step(process: subprocess.Popen[str], run: Path, step: int, number: int) -> set[Path]:
+    """Send the signal once so many steps are done. Returns what it had started by then."""
     end = time.monotonic() + 60
     while steps(run) < step:
         assert time.monotonic() < end and process.poll() is None, process.communicate()
         time.sleep(0.05)
+    left = children(process)
     process.send_signal(number)
+    return left
 
 
 def children(process: subprocess.Popen[str]) -> set[Path]:
@@ -116,8 +118,7 @@ def test_ctrl_c_and_kill_leave_a_run_that_goes_on(recipe: Path, tmp_path: Path, 
         pytest.skip(f"no native boxes here: {native_reason}")
     run = tmp_path / "run"
     first = sandlot("train", recipe, f"run_dir={run}", "rollout.max_tokens=5")
-    end_at_step(first, run, 2, signal.SIGINT)
-    left = children(first)
+    left = end_at_step(first, run, 2, signal.SIGINT)
     assert left
     for _ in range(3):
         time.sleep(0.05)
@@ -137,8 +138,7 @@ def test_ctrl_c_and_kill_leave_a_run_that_goes_on(recipe: Path, tmp_path: Path, 
 
     reached = steps(run)
     second = sandlot(*command)
-    end_at_step(second, run, reached + 2, signal.SIGTERM)
-    left = children(second)
+    left = end_at_step(second, run, reached + 2, signal.SIGTERM)
     second.communicate(timeout=30)
     assert second.returncode == 143
     assert left and not [process for process in left if process.exists()]
