@@ -503,6 +503,16 @@ async def test_without_cgroups_what_is_killed_again_takes_no_neighbour_along(box
         os.close(null)
 
 
+async def test_no_link_leads_to_what_the_helper_has_open(boxes: Boxes) -> None:
+    box = await boxes()
+    await sh(box, "for i in $(seq 0 40); do ln -s /proc/self/fd/$i /root/$i; done; ln -s /etc/hostname /root/plain")
+    for number in range(41):
+        with pytest.raises(OSError) as refused:
+            os.close(await box.open(f"/root/{number}", os.O_RDONLY))
+        assert refused.value.errno == errno.ELOOP
+    os.close(await box.open("/root/plain", os.O_PATH))
+
+
 def cgroup_directories() -> list[str]:
     # os.walk and not glob: others' cgroups may vanish while it looks.
     return [path for path, _, _ in os.walk("/sys/fs/cgroup") if f"/sandlot-test{os.getpid()}" in os.path.dirname(path)]
