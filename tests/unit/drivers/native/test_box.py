@@ -509,7 +509,7 @@ async def test_no_link_leads_to_what_the_helper_has_open(boxes: Boxes) -> None:
     for number in range(41):
         with pytest.raises(OSError) as refused:
             os.close(await box.open(f"/root/{number}", os.O_RDONLY))
-        assert refused.value.errno == errno.ELOOP
+        assert refused.value.errno in (errno.ELOOP, errno.ENOENT)  # open there, or not
     os.close(await box.open("/root/plain", os.O_PATH))
 
 
