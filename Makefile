@@ -34,7 +34,7 @@ $(INIT): $(wildcard init/*.c init/*.h init/Makefile)
 	@$(MAKE) -s -C init
 
 # What tests use and no Python package brings: a registry and its tools, a small image, ids for an ordinary user.
-PACKAGES := busybox-static docker-registry openssl skopeo uidmap
+PACKAGES := busybox-static docker-registry iproute2 openssl skopeo uidmap
 packages:
 	@dpkg -s $(PACKAGES) >/dev/null 2>&1 || \
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(PACKAGES) >/dev/null; }
@@ -81,7 +81,8 @@ ci: check hostile hostile-controls
 	SANDLOT_FAULT_ROUNDS=20 $(BIN)/python -m pytest -q -s tests/faults
 	SANDLOT_SOAK_BOXES=400 $(BIN)/python -m pytest -q -s tests/soak
 	@echo "left out here: recipes/find/demo.toml in full (make demo), bench/ (python bench/box.py), the hostile suite as"
-	@echo "an ordinary user (run make hostile as one), other kernels (make kernels), a thousand kills (make faults; 20 here), twenty thousand sandboxes (make soak; 400 here)"
+	@echo "an ordinary user (run make hostile as one), other kernels (make kernels), a thousand kills (make faults; 20 here),"
+	@echo "twenty thousand sandboxes (make soak; 400 here)"
 	$(BIN)/python -m pytest -q --durations=10
 
 clean:

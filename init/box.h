@@ -126,6 +126,9 @@ struct failure {
 int spawn(struct message *message, const struct plan *plan, struct child *out);
 /* open.c: fork a child that opens a path. 0 and *out, or an errno. */
 int open_inside(const struct message *message, struct child *out);
+/* As open does it, but for the links of /proc to open files: they lead past every root to what this process holds, which
+ * is some of the node's descriptors, and the trees of volumes. */
+int open_path(const char *path, int flags, mode_t mode);
 /* tree.c: fork a child that copies the upper directory, or lists it, and answers by itself. 0 and *out, or an errno. */
 int copy_upper(const struct message *message, int upper, struct child *out);
 int list_upper(const struct message *message, int upper, struct child *out);

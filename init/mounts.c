@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/openat2.h>
 #include <net/if.h>
 #include <stdio.h>
 #include <string.h>
@@ -47,18 +46,15 @@ static int clone_tree(const char *source)
 	return (int)syscall(SYS_open_tree, AT_FDCWD, source, OPEN_TREE_CLONE | AT_RECURSIVE | O_CLOEXEC);
 }
 
-/* A path of the image, as a place. Links on the way are followed, but for those of /proc: they lead past every root to
- * what this process holds, and that are the trees of volumes. */
-static int place(const char *path, uint64_t flags)
+/* A path of the image, as a place. */
+static int place(const char *path, int flags)
 {
-	struct open_how how = {.flags = O_PATH | O_CLOEXEC | flags, .resolve = RESOLVE_NO_MAGICLINKS};
-
-	return (int)syscall(SYS_openat2, AT_FDCWD, path, &how, sizeof how);
+	return open_path(path, O_PATH | O_CLOEXEC | flags, 0);
 }
 
 /* The same, made with what leads to it where it is missing: of the same kind as `mode` says. With O_NOFOLLOW a link is
  * the place itself, wherever it may lead. */
-static int make_place(const char *path, mode_t mode, uint64_t flags)
+static int make_place(const char *path, mode_t mode, int flags)
 {
 	char parent[4096];
 	const char *name = strrchr(path, '/');

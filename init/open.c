@@ -84,8 +84,7 @@ static int of_kernel(long kind)
 	return 0;
 }
 
-/* Links of /proc to open files are not followed: this process has some of the node's. */
-static int open_path(const char *path, int flags, uint32_t mode)
+int open_path(const char *path, int flags, mode_t mode)
 {
 	if (flags & O_PATH) /* where open passes over the others, openat2 refuses them */
 		flags &= O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;

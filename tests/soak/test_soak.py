@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sandlot.sandbox import Sandbox
-from tests.support.server import Server, leftovers, note_nodes
+from tests.support.server import Server, cgroups, leftovers, note_nodes
 
 BOXES = int(os.environ.get("SANDLOT_SOAK_BOXES", "400"))
 AT_ONCE = 8
@@ -55,14 +55,8 @@ class Seen:
         )
 
 
-def cgroups(nodes: set[str]) -> list[str]:
-    """Those of these nodes, and below them."""
-    wanted = {f"sandlot-{node}" for node in nodes}
-    return [at for at, _, _ in os.walk("/sys/fs/cgroup") if not wanted.isdisjoint(at.split("/"))]
-
-
 async def life(box: Sandbox, number: int) -> None:
-    """Ten commands, of every way in which one can be run, and what else is done with a sandbox now and then."""
+    """A dozen commands, of every way in which one can be run, and what else is done with a sandbox now and then."""
     assert (await box.run("echo $((6 * 7))")).stdout == "42\n"
     assert (await box.run(["cat"], stdin=b"x" * 5000)).out.total == 5000
     assert (await box.run(["false"])).exit_code == 1

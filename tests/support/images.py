@@ -40,6 +40,8 @@ TOOLS = {
     "skopeo": "skopeo",
     "busybox": "busybox-static",
     "openssl": "openssl",
+    "ip": "iproute2",
+    "unshare": "util-linux",
 }
 
 

@@ -66,6 +66,7 @@ class Server:
 
 
 def records(state: Path) -> Iterator[dict[str, Any]]:
+    """What the nodes of this state directory wrote down of each box, dead or alive."""
     for record in state.glob("node-*/boxes/*.json"):
         with suppress(FileNotFoundError):  # of a box that ends just now
             yield json.loads(record.read_text())
@@ -89,9 +90,9 @@ def leftovers(state: Path) -> list[str]:
 
 
 def cgroups(nodes: set[str]) -> list[str]:
-    """Cgroups named after these nodes. Walked and not globbed: others vanish meanwhile."""
+    """Cgroups named after these nodes, and those below them. Walked and not globbed: others vanish meanwhile."""
     wanted = {f"sandlot-{node}" for node in nodes}
-    return [os.path.join(at, name) for at, names, _ in os.walk("/sys/fs/cgroup") for name in names if name in wanted]
+    return [at for at, _, _ in os.walk("/sys/fs/cgroup") if not wanted.isdisjoint(at.split("/"))]
 
 
 _known: dict[Path, set[str]] = {}
