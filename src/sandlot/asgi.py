@@ -115,7 +115,8 @@ def require() -> None:
 @functools.cache
 def _protocol(head_seconds: float) -> Callable[..., HttpToolsProtocol]:
     """uvicorn's protocol, with bounds on connections, and on a request's head in bytes and in time: whoever connects
-    may be a program in a box that wants this process to hold more and more. (`limit_concurrency` counts requests.)"""
+    may be a program in a box that wants this process to hold more and more. (`limit_concurrency` counts requests, of
+    which each connection has one, and those that were answered a moment ago.)"""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class Bounded(HttpToolsProtocol):
@@ -183,7 +184,6 @@ def _config() -> Config:
         access_log=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        limit_concurrency=MOST_CONNECTIONS,
     )
     config.load()
     return config

@@ -139,6 +139,16 @@ async def test_what_fails_here_while_it_is_sent_is_told_as_it_is(remote: HttpNod
     assert (await remote.run(box, run("true"))).ok
 
 
+async def test_as_many_calls_as_there_may_be_connections_are_all_answered(remote: HttpNode) -> None:
+    box = (await remote.create(SandboxSpec())).id
+
+    async def calls() -> None:
+        for _ in range(3):
+            assert (await remote.run(box, run("true"))).ok
+
+    await asyncio.gather(*(calls() for _ in range(asgi.MOST_CONNECTIONS)))
+
+
 async def test_snapshots_and_changes_are_the_node_s_own(local: Node, remote: HttpNode) -> None:
     box = (await remote.create(SandboxSpec())).id
     await remote.write_file(box, "/root/new", b"snapped")

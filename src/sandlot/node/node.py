@@ -80,6 +80,9 @@ CREATE_SECONDS = 60.0
 # The kernel takes namespaces down one after another: thousands of ends at once would only outlast their deadlines.
 ENDS_AT_ONCE = 32
 
+# A box that is made keeps a processor busy: with thousands begun at once each would be ready when all are.
+STARTS_AT_ONCE = 8
+
 # Seconds from the moment when a dying box no longer answers to that when its death is known. In between the kernel
 # ends its processes: milliseconds, but a second or two for thousands of them.
 GOING_SECONDS = 10.0
@@ -148,6 +151,7 @@ class Node:
         self._directory = directory
         self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, Info] = OrderedDict()
+        self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
         self._making: set[asyncio.Future[Any]] = set()  # one for each box that is being made
         self._tasks: set[asyncio.Future[Any]] = set()  # what else is to be waited for
         self._pruning: asyncio.Task[None] | None = None
@@ -341,7 +345,10 @@ class Node:
         keeping = Keeping(self._grace, note)
         async with deadline(CREATE_SECONDS, f"making sandbox {box_id}", "`sandlot doctor` looks at this host"):
             warm = await self._pool.claim(spec, named, keeping, like)
-            return warm or await self.driver.create(box_id, spec, named, keeping, like)
+            if warm is not None:
+                return warm
+            async with self._starts:
+                return await self.driver.create(box_id, spec, named, keeping, like)
 
     def _begin_life(self, live: Live, created_at: float) -> None:
         loop = asyncio.get_running_loop()
