@@ -452,7 +452,10 @@ class ImageInfo(Model):
     kind: Literal["snapshot", "pulled", "imported", "built"] = "snapshot"
     digest: str | None = Field(default=None, description="of a pulled image's manifest, `sha256:…`")
     config: ImageConfig = NO_CONFIG
-    bytes: int = Field(default=0, description="of the files in its own layers")
+    bytes: int = Field(
+        default=0,
+        description="of the files in its own layers; of a pulled or imported image, as its layers were packed in tars",
+    )
     files: int = Field(default=0, description="entries in its own layers, directories included")
     layers: int = Field(default=0, description="how many layers lie over the base")
 
@@ -674,8 +677,9 @@ class NodeAPI(Protocol):
         ...
 
     async def prune_images(self) -> list[ImageInfo]:
-        """Delete the pulled images that no sandbox and no snapshot stands on, for they can be pulled again: which they
-        were."""
+        """Delete what can be had again and nothing stands on: which they were. Pulled images on which no sandbox, no
+        snapshot and no build stands; and steps of builds on which no sandbox stands, so that the next build of them
+        begins from the start. Images that were built or imported stay."""
         ...
 
     async def pools(self) -> list[PoolInfo]:

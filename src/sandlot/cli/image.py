@@ -165,7 +165,7 @@ def export(name: Name, url: Url = None, api_key: Key = None, state_dir: State = 
 
 @image.command()
 def prune(url: Url = None, api_key: Key = None, state_dir: State = None, json: Json = False) -> int:
-    """Delete the pulled images that no sandbox and no snapshot stands on: they can be pulled again."""
+    """Delete pulled images that nothing stands on, and cached steps of builds: they can be had again."""
 
     async def work(node: NodeAPI) -> None:
         found = await node.prune_images()

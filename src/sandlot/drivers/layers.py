@@ -235,8 +235,9 @@ class Layers:
             ) from error
 
     def of_digest(self, digest: str) -> Snapshot | None:
-        """An image that was made from the manifest of this digest, under whatever name."""
-        return next((each for each in self.all() if each.info.digest == digest), None)
+        """An image that was pulled or imported, as its manifest of this digest says it is, under whatever name."""
+        kinds = ("pulled", "imported")
+        return next((each for each in self.all() if each.info.digest == digest and each.info.kind in kinds), None)
 
     def all(self) -> list[Snapshot]:
         """Those that are whole. Raises HostFault."""

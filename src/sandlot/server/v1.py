@@ -251,13 +251,17 @@ async def pull_image(node: Node, reference: Annotated[str, Body(embed=True, exam
 
 @router.post("/images/prune")
 async def prune_images(node: Node) -> list[ImageInfo]:
-    """Delete the pulled images that no sandbox and no snapshot stands on: which they were."""
+    """Delete the pulled images and the steps of builds that no sandbox stands on, and no snapshot or build: which they
+    were."""
     return await node.prune_images()
 
 
 @router.get("/images/{name:path}/tar", response_class=StreamingResponse)
-async def export_image(node: Node, name: Name) -> Response:
-    """What an image holds over its base, as a tar in the form of an OCI layer."""
+async def export_image(request: Request, node: Node, name: Name) -> Response:
+    """What an image holds over its base, as a tar in the form of an OCI layer. `…%2Ftar` is no export: it is the image
+    of that name."""
+    if request.scope.get("raw_path", b"").lower().endswith(b"%2ftar"):
+        return await image(node, f"{name}/tar")
     chunks = node.export_image(name)
     first = await anext(chunks)  # an error is an answer, not a broken stream
 

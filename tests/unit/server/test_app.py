@@ -102,6 +102,14 @@ async def test_wrong_words_are_named(http: httpx2.AsyncClient) -> None:
     assert "PATCH" in fault(await http.patch("/v1/sandboxes"), 405, "invalid")
 
 
+async def test_an_image_whose_name_ends_like_an_export_is_an_image(http: httpx2.AsyncClient) -> None:
+    said = fault(await http.get("/v1/images/ghcr.io%2Fowner%2Ftar"), 404, "not_found")
+    assert "ghcr.io/owner/tar" in said
+    said = fault(await http.get("/v1/images/ghcr.io%2Fowner/tar"), 404, "not_found")
+    assert "ghcr.io/owner" in said
+    assert "tar" not in said
+
+
 async def test_with_a_key_nothing_answers_without_it(node: Node) -> None:
     served, client = await client_of(create_app(node, api_key="sesame"))
     async with client:

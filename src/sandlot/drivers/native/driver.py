@@ -444,7 +444,13 @@ class NativeDriver:
         layers.check_name(name)
         found = self._layers.find(full(image))
         info = found.info.model_copy(
-            update={"name": name, "kind": "built", "created_at": time.time(), "config": config or found.info.config}
+            update={
+                "name": name,
+                "kind": "built",
+                "created_at": time.time(),
+                "digest": None,  # the config is no longer the one that the manifest names
+                "config": config or found.info.config,
+            }
         )
         locks = self._layers.use(found)  # that they do not go in between
         try:
@@ -469,6 +475,12 @@ class NativeDriver:
         where = Reference.parse(reference)
         name = str(where)
         async with self._fetching(name):
+            with suppress(NotFound):
+                if (kind := self._layers.find(name).info.kind) != "pulled":
+                    raise Conflict(
+                        f"there is an image {name} already, which was {kind} here and not pulled",
+                        f"`sandlot image rm {name}`, if it is to be the registry's",
+                    )
             registry = Registry(where, self._layers.directory, self._registries)
             try:
                 found = await registry.manifest()
@@ -522,17 +534,17 @@ class NativeDriver:
             self._layers.let_go(name, lock)
 
     async def _name_again(self, same: Snapshot, name: str) -> ImageInfo:
-        """One more name of an image that is here."""
+        """One more name, a pulled one, of an image that is here. An older one of that name is replaced."""
         if same.info.name == name:
             return same.info
         locks = self._layers.use(same)
         try:
-            own = same.info.base == same.info.name
-            info = same.info.model_copy(update={"name": name, "base": name if own else same.info.base})
-            await asyncio.to_thread(self._layers.name, info, same.layers, True)
+            info = same.info.model_copy(update={"name": name, "base": name, "kind": "pulled"})
+            await shielded(asyncio.to_thread(self._layers.name, info, same.layers, True))
         finally:
             for fd in locks:
                 os.close(fd)
+        await self.prune()  # of the one that had the name
         return info
 
     async def _extract(

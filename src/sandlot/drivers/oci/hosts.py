@@ -10,6 +10,7 @@ import ipaddress
 import os
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,22 @@ class Place:
         return f"{self.host}/{self.path}"
 
 
+def split(host: str) -> tuple[str, int | None]:
+    """A host's name in the one form in which two are compared, and its port where it has one."""
+    name, _, port = host.rpartition(":")
+    if not name or not port.isdecimal() or (":" in name and not name.endswith("]")):
+        name, port = host, ""
+    name = name.strip("[]").lower()
+    with suppress(ValueError):
+        name = str(ipaddress.ip_address(name))
+    return name, int(port) if port else None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host, with or without a port, is this machine."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    name, _ = split(host)
     try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
+        return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return name == "localhost"
 
@@ -58,10 +70,25 @@ def _entries(files: Sequence[Path]) -> list[dict[str, Any]]:
         try:
             entries = tomllib.loads(file.read_text()).get("registry", [])
             for entry in entries if isinstance(entries, list) else []:
-                found[str(entry.get("prefix") or entry["location"])] = entry  # a later file replaces it
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+                _check(entry)
+                found[entry.get("prefix") or entry["location"]] = entry  # a later file replaces it
+        except (OSError, ValueError, AttributeError) as error:
             raise InvalidRequest(f"{file} cannot be read: {error}", "`man containers-registries.conf`") from error
     return list(found.values())
+
+
+def _check(entry: Any) -> None:
+    """Raises ValueError for an entry that does not say where something is."""
+    mirrors = entry.get("mirror", []) if isinstance(entry, dict) else None
+    if not isinstance(mirrors, list) or not all(isinstance(each, dict) for each in (entry, *mirrors)):
+        raise ValueError("a `registry` or a `mirror` is no table")
+    for word in ("prefix", "location"):
+        if not isinstance(entry.get(word, ""), str):
+            raise ValueError(f"the `{word}` of a registry is no text")
+    if not entry.get("prefix") and not entry.get("location"):
+        raise ValueError("a registry has neither a `prefix` nor a `location`")
+    if not all(isinstance(each.get("location"), str) and each["location"] for each in mirrors):
+        raise ValueError(f"a mirror of {entry.get('prefix') or entry['location']} has no `location`")
 
 
 def places(reference: Reference, entries: Sequence[dict[str, Any]]) -> list[Place]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sandlot.api import ImageConfig
+from sandlot.drivers.oci.reference import DIGEST
 from sandlot.errors import BadImage, Unsupported
 
 _DOCKER = "application/vnd.docker.distribution.manifest."
@@ -28,8 +28,9 @@ MOST_BYTES = 8 << 20
 # No tool makes more, for no kernel takes more of them over one another.
 MOST_LAYERS = 500
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "riscv64": "riscv64", "ppc64le": "ppc64le"}
+# Of a processor's variants, those that any host of it runs, the best first.
+_VARIANTS = {"amd64": ("", "v1"), "arm64": ("v8", ""), "arm": ("v7", "v6", "v5", "")}
 
 
 def architecture() -> str:
@@ -87,14 +88,21 @@ def chosen(document: Mapping[str, Any], what: str) -> Blob | None:
     """Of an index, the manifest for this host; None: it is no index. Raises Unsupported, BadImage."""
     if document.get("mediaType") not in _INDEXES and "manifests" not in document:
         return None
-    entries = [each for each in _list(document, "manifests", what) if isinstance(each, dict)]
-    offered = []
-    for each in entries:
-        about = each.get("platform") or {}
+    if "layers" in document or "config" in document:
+        raise BadImage(f"{what} is an index of images and an image at once", "push it again with a current tool")
+    variants = _VARIANTS.get(architecture(), ("",))
+    offered, fitting = [], []
+    for each in _list(document, "manifests", what):
+        about = (each.get("platform") or {}) if isinstance(each, dict) else None
+        if not isinstance(about, dict):
+            raise BadImage(f"{what} is no image: its index names something that is none")
         made_for = (about.get("os", "linux"), about.get("architecture", architecture()))
-        if made_for == ("linux", architecture()):
-            return _blob(each, what)
-        offered.append("/".join(map(str, made_for)))
+        variant = about.get("variant") or ""
+        if made_for == ("linux", architecture()) and variant in variants:
+            fitting.append((variants.index(variant), each))
+        offered.append("/".join(map(str, (*made_for, variant) if variant else made_for)))
+    if fitting:
+        return _blob(min(fitting, key=lambda each: each[0])[1], what)
     # `unknown` is what signatures and provenance say that lie beside the images.
     raise _other_machine(what, ", ".join(dict.fromkeys(each for each in offered if "unknown" not in each)) or "nothing")
 
@@ -134,7 +142,7 @@ def contents(document: Mapping[str, Any], what: str) -> Contents:
             labels=says.get("Labels") or {},
         )
         diff_ids = tuple(document["rootfs"]["diff_ids"])
-        if not all(_DIGEST.fullmatch(each) for each in diff_ids):
+        if not all(DIGEST.fullmatch(each) for each in diff_ids):
             raise ValueError("a digest of a layer is none")
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # pydantic's is a ValueError
         raise BadImage(f"the config of {what} is not one of an image: {type(error).__name__}: {error}") from error
@@ -157,9 +165,9 @@ def _list(document: Mapping[str, Any], key: str, what: str) -> list[Any]:
 
 def _blob(entry: Any, what: str) -> Blob:
     try:
-        blob = Blob(str(entry["digest"]), int(entry["size"]), str(entry.get("mediaType", "")))
-        if _DIGEST.fullmatch(blob.digest) and blob.size >= 0:
+        blob = Blob(str(entry["digest"]), entry["size"], str(entry.get("mediaType", "")))
+        if DIGEST.fullmatch(blob.digest) and type(blob.size) is int and blob.size >= 0:
             return blob
-    except (TypeError, KeyError, ValueError, AttributeError):
+    except (TypeError, KeyError, AttributeError):
         pass
     raise BadImage(f"{what} is no image: its manifest names something without a digest and a size")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from sandlot.api import is_reference
 from sandlot.errors import InvalidRequest
@@ -15,9 +16,11 @@ _HOST = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[a-fA-F0-9:]+\])(?::[0-9]{{1,
 _WORD = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _PATH = re.compile(rf"{_WORD}(?:/{_WORD})*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-# What a registry takes; and with a tag it fits a file's name.
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# What a registry takes.
 _MOST_PATH = 200
+# What fits a file's name, quoted, with `.json` or `.lock` behind it.
+_MOST_QUOTED = 250
 _HINT = "write it as `debian:12`, `ghcr.io/owner/name:tag` or `name@sha256:…`"
 
 
@@ -52,10 +55,17 @@ class Reference:
                 raise InvalidRequest(f"{text!r} is not the name of an image: {part!r} is no {what}{lower}", _HINT)
         if len(host) + len(path) > _MOST_PATH:
             raise InvalidRequest(f"the name of the image {text[:40]}… is longer than {_MOST_PATH} letters")
-        if ("@" in text and not _DIGEST.fullmatch(digest)) or (":" in name and not _TAG.fullmatch(tag)):
+        if ("@" in text and not DIGEST.fullmatch(digest)) or (":" in name and not _TAG.fullmatch(tag)):
             wrong = f"{digest!r} is no digest" if "@" in text else f"{tag!r} is no tag"
             raise InvalidRequest(f"{text!r} is not the name of an image: {wrong}", _HINT)
-        return cls(host, path, None, digest) if digest else cls(host, path, tag or "latest")
+        found = cls(host, path, None, digest) if digest else cls(host, path, tag or "latest")
+        if (size := len(quote(str(found), safe=""))) > _MOST_QUOTED:
+            raise InvalidRequest(
+                f"the name of the image {text[:40]}… is longer than can be kept: {size} letters as a file's name, and "
+                f"{_MOST_QUOTED} are the most",
+                "ask for it by a shorter tag",
+            )
+        return found
 
     @property
     def repository(self) -> str:

@@ -20,7 +20,7 @@ import socket
 import ssl
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urljoin
@@ -33,7 +33,17 @@ from sandlot.drivers.oci import hosts, logins, manifest
 from sandlot.drivers.oci.hosts import Place
 from sandlot.drivers.oci.manifest import Blob, Contents, Manifest
 from sandlot.drivers.oci.reference import Reference
-from sandlot.errors import BadImage, Denied, HostFault, NotFound, SandlotError, Unreachable, Unsupported, host_fault
+from sandlot.errors import (
+    BadImage,
+    DeadlineExceeded,
+    Denied,
+    HostFault,
+    NotFound,
+    SandlotError,
+    Unreachable,
+    Unsupported,
+    host_fault,
+)
 
 T = TypeVar("T")
 
@@ -49,7 +59,13 @@ _PROGRESS = 1 << 20
 _MOST_REDIRECTS = 5
 _TOKEN_BYTES = 1 << 20  # of an answer with a token
 
-_PARAMETER = re.compile(r'(\w+)="([^"]*)"')
+# Of a challenge: the word for a way to log in, or a parameter of the one before it.
+_WORD = re.compile(r"""([^\s,="]+)(?:\s*=\s*("(?:[^"\\]|\\.)*"|[^\s,"]*))?""")
+
+_PORTS = {"http": 80, "https": 443}
+_MOST_PORT = 65_535
+# Networks whose addresses lead to those of another one, which stand in them.
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class _Passing(Exception):
@@ -68,13 +84,14 @@ class Registry:
         self._reference = reference
         self._directory = directory
         self._places = hosts.places(reference, hosts.read())
-        if allowed and reference.host not in allowed:
+        if allowed and _with_port(reference.host) not in map(_with_port, allowed):
             raise Denied(
                 f"this server does not pull from {reference.host}",
                 f"who runs it can allow it: `sandlot serve --allow-registry {reference.host}`",
             )
-        named = {place.host for place in self._places if place.named_here}
-        self._connections = _Connections(None if allowed is None else frozenset({*allowed, *named}))
+        named = (place.host for place in self._places if place.named_here)
+        public = None if allowed is None else frozenset(hosts.split(each) for each in (*allowed, *named))
+        self._connections = _Connections(public)
         self._speakers = {place: _Speaker(place, self._connections) for place in self._places}
         self._fetching: list[asyncio.Task[BinaryIO]] = []
         self.blobs: tuple[Blob, ...] = ()
@@ -146,11 +163,12 @@ class Registry:
 
     async def _first(self, ask: Callable[[_Speaker], Awaitable[T]]) -> T:
         """The answer of the first place that has one: a mirror need not have everything."""
+        *_, last = self._speakers
         for place, speaker in self._speakers.items():
             try:
                 return await ask(speaker)
-            except (NotFound, Unreachable, Denied, BadImage):
-                if place == self._places[-1]:
+            except (NotFound, Unreachable, Denied, BadImage, Unsupported, DeadlineExceeded):
+                if place == last:
                     raise
         raise AssertionError("there is a last place")
 
@@ -200,19 +218,21 @@ class _Download:
 
     async def run(self) -> None:
         size = self._blob.size
-        stuck = 0
+        stuck = most = 0
         while True:
-            before = self._have
             try:
                 await self._go_on()
                 break
             except _Passing as failed:
-                stuck = 0 if self._have - before >= _PROGRESS else stuck + 1
+                # Beyond what it ever had: one that always sends the whole from its beginning gets nowhere.
+                stuck = 0 if self._have - most >= _PROGRESS else stuck + 1
+                most = max(most, self._have)
                 if stuck == _TRIES:
                     raise failed.error from None
                 await _pause(stuck, failed)
         if self._have != size or f"sha256:{self._digest.hexdigest()}" != self._blob.digest:
             said = f"ends after {self._have} of {size} bytes" if self._have < size else "has another digest"
+            said = f"is longer than the {size} bytes that its manifest says" if self._have > size else said
             self._begin()
             raise BadImage(
                 f"the blob {self._blob.digest} of {self._speaker.place} {said}",
@@ -304,20 +324,20 @@ class _Speaker:
 
     async def _authorize(self, challenge: str) -> None:
         """Get what the registry wants to see. Raises Denied."""
-        kind, _, words = challenge.partition(" ")
-        asked = dict(_PARAMETER.findall(words))
+        offered = challenges(challenge)
+        asked = next((words for kind, words in offered if kind == "bearer" and "realm" in words), None)
         login = await asyncio.to_thread(logins.find, self.place.host, self.place.path)
-        if kind.lower() == "basic" and login is not None:
-            self._authorization = _basic(login)
-        elif kind.lower() == "bearer" and "realm" in asked:
+        if asked is not None:
             self._authorization = f"Bearer {await self._token(asked, login)}"
+        elif login is not None and any(kind == "basic" for kind, _ in offered):
+            self._authorization = _basic(login)
         else:
             raise Denied(
                 f"the registry {self.place.host} wants a login", f"`docker login {self.place.host}`, or `skopeo login`"
             )
 
     async def _token(self, asked: dict[str, str], login: logins.Login | None) -> str:
-        realm = urljoin(f"{self._base}/v2/", asked["realm"])
+        realm = _led(f"{self._base}/v2/", asked["realm"])
         words = {"service": asked.get("service", ""), "scope": f"repository:{self.place.path}:pull"}
         safe = realm.startswith("https://") or self.place.insecure
         if login is not None and not safe:
@@ -367,7 +387,32 @@ class _Speaker:
         if answer.status_code != 429 and answer.status_code < 500:
             return error
         after = answer.headers.get("retry-after", "")
-        return _Passing(error, float(after) if after.isdigit() else 0.0)
+        return _Passing(error, float(after) if after.isdecimal() else 0.0)
+
+
+def challenges(header: str) -> list[tuple[str, dict[str, str]]]:
+    """The ways to log in that an answer offers, each with its parameters. Pure."""
+    found: list[tuple[str, dict[str, str]]] = []
+    for word, value in _WORD.findall(header):
+        if not value:
+            found.append((word.lower(), {}))
+        elif found:
+            found[-1][1][word.lower()] = re.sub(r"\\(.)", r"\1", value[1:-1]) if value[0] == '"' else value
+    return found
+
+
+def _with_port(host: str) -> tuple[str, int]:
+    name, port = hosts.split(host)
+    return name, port or _PORTS["https"]
+
+
+def _led(at: str, where: str) -> str:
+    """The URL that an answer of `at` leads to. Raises Unreachable: it is none."""
+    with suppress(ValueError, httpx2.InvalidURL):
+        url = urljoin(at, where)
+        if httpx2.URL(url).host:
+            return url
+    raise Unreachable(f"{httpx2.URL(at).host} leads us to {where[:200]!r}, which is no URL")
 
 
 def _basic(login: logins.Login) -> str:
@@ -407,9 +452,10 @@ class _InPassing:
 
 
 class _Connections:
-    """HTTP to whoever may be asked: `public` None is everybody, else who has a public address or is named in it."""
+    """HTTP to whoever may be asked: `public` None is everybody, else who has a public address or is named in it, by
+    `hosts.split`, with a port or for all of them."""
 
-    def __init__(self, public: frozenset[str] | None) -> None:
+    def __init__(self, public: frozenset[tuple[str, int | None]] | None) -> None:
         self._public = public
         self._clients: dict[tuple[str, bool], httpx2.AsyncClient] = {}
 
@@ -421,12 +467,12 @@ class _Connections:
         """The answer, redirects followed, its body not read yet: the caller closes it."""
         shown = dict(headers)
         for _ in range(_MOST_REDIRECTS + 1):
-            answer = await self._send(httpx2.Request("GET", url, headers=shown), insecure)
+            answer = await self._send("GET", url, insecure, headers=shown)
             where = answer.headers.get("location")
             if answer.status_code not in (301, 302, 303, 307, 308) or where is None:
                 return answer
             await answer.aclose()
-            before, url = httpx2.URL(url), urljoin(url, where)
+            before, url = httpx2.URL(url), _led(url, where)
             after = httpx2.URL(url)
             if after.scheme != "https" and not insecure:
                 raise Unsupported(f"{before.host} sends us to {url[:200]}, which is not https")
@@ -437,11 +483,19 @@ class _Connections:
         )
 
     async def post(self, url: str, form: dict[str, str], insecure: bool) -> Any:
-        return await self._send(httpx2.Request("POST", url, data=form), insecure)
+        return await self._send("POST", url, insecure, data=form)
 
-    async def _send(self, request: httpx2.Request, insecure: bool) -> Any:
-        host = request.url.host
-        where = host if request.url.port is None else f"{host}:{request.url.port}"
+    async def _send(self, method: str, url: str, insecure: bool, **said: Any) -> Any:
+        try:
+            return await self._sent(httpx2.Request(method, url, **said), insecure)
+        except ValueError as error:  # a port, a host or a token that no request can carry
+            raise Unreachable(f"{url[:200]!r} cannot be asked: {error}") from error
+
+    async def _sent(self, request: httpx2.Request, insecure: bool) -> Any:
+        host, where = request.url.host, request.url.netloc.decode()
+        name, port = hosts.split(host)[0], request.url.port or _PORTS.get(request.url.scheme)
+        if port is not None and port > _MOST_PORT:
+            raise ValueError(f"there is no port {port}")
         request.headers.setdefault("User-Agent", "sandlot")
         request.headers["Accept-Encoding"] = "identity"  # a blob is what its digest says, not what a proxy makes of it
         request.extensions = {
@@ -452,7 +506,7 @@ class _Connections:
                 "pool": _SILENCE_SECONDS,
             }
         }
-        if self._public is not None and where not in self._public and host not in self._public:
+        if self._public is not None and self._public.isdisjoint({(name, None), (name, port)}):
             # The very address that was looked at is asked: a name can mean another one a moment later.
             request.url = request.url.copy_with(host=await _public_address(host))
             request.extensions["sni_hostname"] = host
@@ -487,12 +541,22 @@ async def _public_address(host: str) -> str:
         raise _Passing(Unreachable(f"there is no host {host}: {error.strerror}")) from error
     addresses = [ipaddress.ip_address(each[4][0]) for each in found]
     for address in addresses:
-        if not address.is_global or address.is_multicast:
+        if not _is_public(address):
             raise Denied(
                 f"this server asks no registry that is not public, and {host} is at {address}",
                 f"who runs it can allow it: `sandlot serve --allow-registry {host}`",
             )
     return str(addresses[0])
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if address.is_site_local or (inner is not None and not _is_public(inner)):
+            return False
+    return address.is_global and not address.is_multicast
 
 
 def _trusted() -> ssl.SSLContext:

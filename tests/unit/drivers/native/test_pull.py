@@ -7,6 +7,8 @@
 5. `registries.conf` says what is blocked, mirrored, moved.
 6. A server asks no address that is not public, unless it is named; and then no other registry.
 7. Layers are gzip of several members, zstd, or plain; an index leads to the image for this processor.
+8. What is pulled is what its manifest says, whoever gave the same layers another name and config; and it replaces
+   nothing but what was pulled, of which nothing stays.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from pathlib import Path
 
 import pytest
 
-from sandlot.api import SandboxSpec
+from sandlot.api import ImageConfig, SandboxSpec
 from sandlot.drivers.base import Progress
 from sandlot.drivers.native.driver import NativeDriver
 from sandlot.drivers.oci import registry as client
-from sandlot.errors import BadImage, Denied, HostFault, NotFound, SandlotError, Unreachable, Unsupported
+from sandlot.errors import BadImage, Conflict, Denied, HostFault, NotFound, SandlotError, Unreachable, Unsupported
 from tests.support import images
 from tests.support.images import Built, Front, Registry, Said
 from tests.support.native import Boxes, sh
@@ -121,6 +123,56 @@ async def test_a_connection_that_is_always_cut_ends(boxes: Boxes, registry: Regi
     ours = blob_is(roots["glibc"])
     with Front(registry.host, lambda path, _: Said(cut=1000) if ours(path) else None) as front:
         await fails(boxes, f"{front.host}/{name}", Unreachable, "broke while fetching")
+
+
+async def test_another_config_of_the_same_layers_is_not_what_is_pulled(
+    boxes: Boxes, registry: Registry, roots: Roots
+) -> None:
+    reference = registry.push(roots["glibc"].path, "poisoned/x:1")
+    clean = await boxes.driver.pull(reference, Progress())
+    tagged = await boxes.driver.tag(reference, "0tagged", ImageConfig(env={"LD_PRELOAD": "/evil.so"}))
+    assert (tagged.kind, tagged.digest) == ("built", None)
+    for name in (reference, f"{reference.rpartition(':')[0]}@{roots['glibc'].manifest}"):
+        again = await boxes.driver.pull(name, Progress())
+        assert (again.kind, again.config, again.digest) == ("pulled", clean.config, roots["glibc"].manifest)
+    await boxes.driver.forget(reference)
+    await boxes.driver.forget(f"{reference.rpartition(':')[0]}@{roots['glibc'].manifest}")
+    assert (await boxes.driver.pull(reference, Progress())).config == clean.config  # and so when it alone is here
+
+
+async def test_what_was_imported_has_a_pulled_name_too(boxes: Boxes, registry: Registry, roots: Roots) -> None:
+    reference = registry.push(roots["glibc"].path, "imported/x:1")
+    layout = await boxes.driver.import_("mine", roots["glibc"].path, Progress())
+    pulled = await boxes.driver.pull(reference, Progress())
+    assert (pulled.name, pulled.base, pulled.kind, pulled.config) == (reference, reference, "pulled", layout.config)
+    assert (await boxes.driver.image("mine")).kind == "imported"
+    await boxes.driver.forget("mine")
+    assert [each.name for each in await boxes.driver.idle_images()] == [reference]
+
+
+async def test_a_pull_replaces_nothing_that_was_imported(boxes: Boxes, registry: Registry, roots: Roots) -> None:
+    reference = registry.push(roots["busybox"].path, "kept/x:1")
+    mine = await boxes.driver.import_(reference, roots["glibc"].path, Progress())
+    error = await fails(boxes, reference, Conflict, "was imported here")
+    assert f"sandlot image rm {reference}" in str(error.hint)
+    assert await boxes.driver.image(reference) == mine
+    await boxes.driver.forget(reference)
+    assert (await boxes.driver.pull(reference, Progress())).digest == roots["busybox"].manifest  # the control
+
+
+async def test_of_a_tag_that_moved_to_what_is_here_nothing_old_stays(
+    boxes: Boxes, registry: Registry, roots: Roots
+) -> None:
+    def layers() -> int:
+        return len([path for path in (boxes.driver._layers.directory / "layers").iterdir() if path.is_dir()])
+
+    moves = registry.push(roots["busybox"].path, "moves/x:1")
+    await pull(boxes, moves)
+    await pull(boxes, registry.push(roots["glibc"].path, "moves/y:1"))
+    assert layers() == 2
+    registry.push(roots["glibc"].path, "moves/x:1")
+    assert (await boxes.driver.pull(moves, Progress())).digest == roots["glibc"].manifest
+    assert layers() == 1
 
 
 async def test_a_missing_tag_is_said(boxes: Boxes, registry: Registry, roots: Roots) -> None:
@@ -481,7 +533,16 @@ async def test_a_server_asks_only_who_is_public_or_named(
     driver._registries = ()
     error = await fails(boxes, reference, Denied, "not public")
     assert "--allow-registry" in str(error.hint)
-    for address in ("localhost", "[::1]", "10.0.0.1", "169.254.169.254", "100.64.0.1", "[::ffff:a00:1]", "0.0.0.0"):
+    for address in (
+        "localhost",
+        "[::1]",
+        "10.0.0.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "[::ffff:a00:1]",
+        "0.0.0.0",
+        "[fec0::1]",
+    ):
         await fails(boxes, f"{address}:80/a/b:1", Denied, "not public")
     driver._registries = ("ghcr.io",)
     await fails(boxes, reference, Denied, "does not pull from")

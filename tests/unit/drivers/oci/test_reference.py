@@ -1,14 +1,18 @@
 """Promises of the names of images in registries:
 1. They are read as Docker reads them, and kept in full.
 2. What is none is refused with what is wrong with it.
-3. The name of a snapshot, a directory and `host` are no such names.
+3. The longest that is taken can be kept as a file.
+4. The name of a snapshot, a directory and `host` are no such names.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from sandlot.api import is_reference
+from sandlot.api import ImageInfo, is_reference
+from sandlot.drivers.layers import Layers
 from sandlot.drivers.oci.reference import Reference, full
 from sandlot.errors import InvalidRequest
 
@@ -66,11 +70,28 @@ def test_names_are_kept_in_full(text: str, kept: str) -> None:
         ("@", "no name"),
         (":", "no name"),
         ("a.b/" + "c" * 300, "longer"),
+        ("a.b/" + "c" * 150 + ":" + "d" * 128, "longer"),
+        ("a.b/" + "c/" * 85 + f"c@{DIGEST}", "longer"),
     ],
 )
 def test_what_is_no_name_is_refused(text: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         Reference.parse(text)
+
+
+@pytest.mark.parametrize("text", ["a.b/" + "c" * 113 + ":" + "d" * 128, "a.b/" + "c" * 168 + f"@{DIGEST}"])
+async def test_the_longest_names_can_be_kept(text: str, tmp_path: Path) -> None:
+    layers = Layers(tmp_path)
+    for suffix in ("", "c"):
+        longer = text.replace("/", f"/{suffix}")
+        if suffix:
+            with pytest.raises(InvalidRequest, match="longer"):
+                full(longer)
+            continue
+        lock = await layers.only_one(full(text))
+        layers.name(ImageInfo(name=full(text), base="host", created_at=0.0), ("0" * 16,))
+        layers.let_go(full(text), lock)
+        assert layers.find(full(text)).info.name == text
 
 
 @pytest.mark.parametrize("text", ["host", "solved", "fork-0", "/srv/root", "/a:b"])
