@@ -77,10 +77,6 @@ def test_what_goes_wrong_is_said(folder: Path) -> None:
         "error: Dockerfile:2: `echo so far; exit 7` exited with 7; the end of what it wrote:\nso far\n\n"
         "hint: commands of a build have no network; for one that needs it: `--network host`\n"
     )
-    (folder / "Dockerfile").write_text("FROM host\nCOPY a /\n")
-    (folder / "Dockerfile.dockerignore").write_text("a\n")
-    failed = cli(folder, "image", "build", "Dockerfile", "--name", "made")
-    assert failed.stderr.startswith("error: Dockerfile:2: there is no `a`"), failed
     (folder / "wrong.toml").write_text("comands = []\n")
     for words, said in (
         (("Dockerfile",), "does not say what the image is called"),
@@ -93,6 +89,10 @@ def test_what_goes_wrong_is_said(folder: Path) -> None:
         done = cli(folder, "image", "build", *words)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert said in done.stderr
+    (folder / "Dockerfile").write_text("FROM host\nCOPY a /\n")
+    (folder / "Dockerfile.dockerignore").write_text("a\n")
+    failed = cli(folder, "image", "build", "Dockerfile", "--name", "made")
+    assert failed.stderr.startswith("error: Dockerfile:2: there is no `a`"), failed
 
 
 def test_ctrl_c_leaves_the_steps_before(folder: Path) -> None:
