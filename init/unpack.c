@@ -266,8 +266,11 @@ static int make_room(const char *path)
 static int unpack_file(void)
 {
 	struct timespec times[2] = {{entry.mtime, 0}, {entry.mtime, 0}};
+	struct stat what;
 	int to, failed;
 
+	if (stat(entry.name, &what) == 0 && S_ISDIR(what.st_mode))
+		return bad(EISDIR); /* nor does a link that leads to one: without /bin nothing runs any more */
 	if (make_room(entry.name) < 0 ||
 	    (to = open(entry.name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600)) < 0)
 		return -1;

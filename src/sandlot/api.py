@@ -438,6 +438,8 @@ class ImageConfig(Model):
     entrypoint: tuple[str, ...] = Field(default=(), description="kept for who asks: a sandbox starts nothing by itself")
     cmd: tuple[str, ...] = Field(default=(), description="as `entrypoint`")
     labels: dict[str, str] = Field(default_factory=dict)
+    shell: tuple[str, ...] = Field(default=(), description="of a Dockerfile's commands over it; (): `/bin/sh -c`")
+    on_build: tuple[str, ...] = Field(default=(), description="what it asks of builds over it: they refuse it")
 
 
 NO_CONFIG = ImageConfig()

@@ -3,7 +3,8 @@ cache.
 
 A step's name is a hash of the base image's identity and of all that every step up to it says and copies, so a step with
 the name of one that is there need not be done. It promises that no box is left, whatever happens; that a failure leaves
-no image but the steps before it; that commands have the host's network only where they were given it, and what is made
+no image but the steps before it; that a step stands on what its name says: where a base is replaced or a step is pruned
+meanwhile, the build begins again; that commands have the host's network only where they were given it, and what is made
 never. Steps that make no file take no box.
 """
 
@@ -23,16 +24,19 @@ from pydantic import ValidationError
 
 from sandlot import api
 from sandlot.aio import shielded
-from sandlot.api import PATH, STEP, ImageConfig, ImageInfo, Limits, NodeAPI, SandboxSpec
+from sandlot.api import STEP, ImageConfig, ImageInfo, Limits, NodeAPI, SandboxSpec
 from sandlot.build import context as files
 from sandlot.build.context import NOTHING, Context, Tree
 from sandlot.build.steps import Build, Configure, Copy, Run, Step, User, Workdir
-from sandlot.errors import BuildFailed, Conflict, InvalidRequest, NotFound, SandlotError, invalid
+from sandlot.errors import BuildFailed, Conflict, InvalidRequest, NotFound, SandlotError, Unsupported, invalid
 
 # What of its hash is a hidden image's name.
 _DIGITS = 32
 # Begins every hash: another way of doing the same steps is another number.
 _VERSION = "sandlot build 1"
+
+# How often a build begins, while others prune and pull. What is still there is not done again.
+_TRIES = 5
 
 # What a step may write where the host has a disk for it; elsewhere files are in memory, under the usual limits.
 DISK = 16 << 30
@@ -93,13 +97,24 @@ class _Builder:
         with suppress(NotFound):
             if (await self._node.image(name)).kind != "built":  # rather now than when all is done
                 raise Conflict(f"the image {name} was not built, and is not replaced", "choose another name")
-        base = await self._base(what.base)
+        for _ in range(_TRIES):
+            with suppress(_Overtaken):
+                return await self._try(what, name)
+        raise Conflict(
+            f"what the image {name} is built on was deleted or replaced while it was built, {_TRIES} times",
+            "build it again when nobody prunes or pulls images",
+        )
+
+    async def _try(self, what: Build, name: str) -> ImageInfo:
+        """Raises _Overtaken."""
+        with _about(what.where):
+            base = await self._base(what.base)
         image, config = what.base, base.config
         key = _hash(_VERSION, base.name, base.digest or str(base.created_at))
-        steps = what.steps({"PATH": PATH, **config.env})
+        steps = what.steps(config)
         for number, step in enumerate(steps, 1):
             begun, cached, output = time.monotonic(), True, ""
-            with _about(step):
+            with _about(step.where):
                 tree, content = await asyncio.to_thread(self._files, step)
                 key = _hash(key, step.identity(), content)
                 if isinstance(step.do, Configure):
@@ -108,23 +123,37 @@ class _Builder:
                     found = await self._cached(key)
                     if found is None:
                         self._told(Progress(number, len(steps), step))
-                        found, output = await self._make(_Making(image, key, config, step, tree, content))
+                        found, output = await self._make(_Making(image, base, key, config, step, tree, content))
                         cached = False
                     image, config = found.name, found.config
             self._told(Progress(number, len(steps), step, time.monotonic() - begun, cached, output))
         if image == what.base:  # nothing was done in a box
             key = _hash(key, "an empty layer", "")
-            made = await self._cached(key) or (await self._make(_Making(image, key, config)))[0]
+            with _about(what.where):
+                made = await self._cached(key) or (await self._make(_Making(image, base, key, config)))[0]
             image = made.name
-        return await self._node.tag_image(image, name, config)
+        with _there(image):
+            return await self._node.tag_image(image, name, config)
 
     async def _base(self, name: str) -> ImageInfo:
+        if name.startswith("/"):
+            raise Unsupported(
+                f"a build cannot start from a directory, {name}: what is in it may change",
+                f"`sandlot image import NAME {name}` makes an image of it",
+            )
         try:
-            return await self._node.image(name)
+            base = await self._node.image(name)
         except NotFound:  # of another kind of name, perhaps: then the first box fetches it
             box = await self._node.create(SandboxSpec(image=name))
             await shielded(self._node.destroy(box.id))
-            return await self._node.image(name)
+            base = await self._node.image(name)
+        if base.config.on_build:
+            raise Unsupported(
+                f"{name} asks for instructions in each build over it, which are not carried out: ONBUILD "
+                + "; ONBUILD ".join(base.config.on_build),
+                "start from the image that it was built from, and write them into this file",
+            )
+        return base
 
     async def _cached(self, key: str) -> ImageInfo | None:
         if self._options.cache:
@@ -137,6 +166,8 @@ class _Builder:
         if not isinstance(step.do, Copy):
             return NOTHING, ""
         tree = self._context.find(step.do.sources)
+        if step.do.add:
+            files.check_unpacked(tree.named)
         return tree, files.hashed(tree.entries, step.do.mode)
 
     async def _make(self, what: _Making) -> tuple[ImageInfo, str]:
@@ -145,8 +176,11 @@ class _Builder:
         network = self._options.network if isinstance(do, Run) else "none"
         spec = (await self._spec_of_boxes()).model_copy(update={"image": what.image, "network": network})
         config, output = what.config, ""
-        box = (await self._node.create(spec)).id
+        with _there(what.image):
+            box = (await self._node.create(spec)).id
         try:
+            if not what.image.startswith(STEP):
+                await self._check_same(what.image, what.base)
             if isinstance(do, Run):
                 output = await self._run(box, do, config)
             elif isinstance(do, Copy):
@@ -162,9 +196,18 @@ class _Builder:
             try:
                 return await self._node.snapshot(box, STEP + what.key, config), output
             except Conflict:  # another build has done the same meanwhile
-                return await self._node.image(STEP + what.key), output
+                with _there(STEP + what.key):
+                    return await self._node.image(STEP + what.key), output
         finally:
             await shielded(self._node.destroy(box))
+
+    async def _check_same(self, name: str, base: ImageInfo) -> None:
+        """A tag may have moved between looking at it and standing on it."""
+        found = None
+        with suppress(NotFound):
+            found = await self._node.image(name)
+        if found != base:
+            raise _Overtaken
 
     async def _spec_of_boxes(self) -> SandboxSpec:
         if self._spec is None:
@@ -213,7 +256,10 @@ class _Builder:
         return config.model_copy(update={"workdir": path})
 
     async def _copy(self, box: str, do: Copy, what: _Making) -> None:
-        user = 0 if do.user is None else (await self._who(box, do.user))[0]
+        words = do.user
+        if words is not None and words.isdecimal():
+            words = f"{words}:{words}"  # whatever /etc/passwd says of it, as elsewhere
+        user = 0 if words is None else (await self._who(box, words))[0]
         target = posixpath.join(what.config.workdir or "/", do.target)
 
         async def upload(path: str, called: str | None = None) -> None:
@@ -242,6 +288,12 @@ class _Builder:
                 f"user {name} with the group {group}: a user's group has the user's own number in a sandbox",
                 f"leave `:{group}` out",
             )
+        if entry and not group and entry[3] != number:
+            raise InvalidRequest(
+                f"user {name} has the group {entry[3]} in /etc/passwd: a user's group has the user's own number in a "
+                "sandbox",
+                f"`{name}:{number}` if that will do, or give it that group in a step before",
+            )
         if not number.isdecimal() or int(number) > 65_535:
             raise InvalidRequest(
                 f"there is no user {name!r} in the image",
@@ -263,7 +315,8 @@ class _Builder:
 class _Making:
     """A step that is to be done. `step` None: nothing is done, and sealed."""
 
-    image: str
+    image: str  # that it stands on
+    base: ImageInfo
     key: str
     config: ImageConfig
     step: Step | None = None
@@ -275,10 +328,25 @@ def _hash(*parts: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:_DIGITS]
 
 
+class _Overtaken(Exception):
+    """What a step stands on went, or became something else."""
+
+
 @contextmanager
-def _about(step: Step) -> Iterator[None]:
+def _there(image: str) -> Iterator[None]:
+    """A step that is there no more, for it was, was pruned meanwhile."""
+    try:
+        yield
+    except NotFound as error:
+        if image.startswith(STEP):
+            raise _Overtaken from error
+        raise
+
+
+@contextmanager
+def _about(where: str) -> Iterator[None]:
     """Errors say which line they are about."""
     try:
         yield
     except SandlotError as error:
-        raise type(error)(f"{step.where}: {error.message}", error.hint) from error
+        raise type(error)(f"{where}: {error.message}", error.hint) from error

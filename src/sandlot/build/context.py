@@ -1,8 +1,9 @@
 """The files beside a build: what a step copies of them, as a tar and as a hash of what matters.
 
-It promises that nothing outside the context's directory is read, that what `.dockerignore` names is not seen, and that
-no file is held in memory whole. Links in a directory are copied as links; one that is itself the source of a copy is
-followed, if it leads to something in the context.
+It promises that nothing outside the context's directory is read, that what `.dockerignore` names is not seen (or, where
+the build file has a list of its own, `Dockerfile.dockerignore`, what that names), and that no file is held in memory
+whole. Links in a directory are copied as links; one that is itself the source of a copy is followed, if it leads to
+something in the context.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ IGNORED = ".dockerignore"
 _CHUNK = 1 << 20
 _BLOCK = 512
 
+# How what ADD would unpack elsewhere begins, if it is no tar itself: gzip, bzip2, xz, zstd.
+_PACKED = (b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -40,9 +44,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What one step copies. `alone` is the name of its only file, where that is what the target names."""
+    """What one step copies. `named` are the files that are sources themselves, not those in a directory that is one;
+    `alone` is the name of its only file, where that is what the target names."""
 
     entries: tuple[Entry, ...]
+    named: tuple[Entry, ...] = ()
     alone: str | None = None
 
 
@@ -50,16 +56,20 @@ NOTHING = Tree(())
 
 
 class Context:
-    """A directory of this host."""
+    """A directory of this host, and the `file` that says how to build."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, file: Path | None = None) -> None:
         self._top = directory.resolve()
         if not self._top.is_dir():
             raise NotFound(f"there is no directory {directory}", "`--context` names where the files to copy are")
-        ignored = self._top / IGNORED
+        own = Path(f"{file}{IGNORED}")
+        self._list = own if file is not None and own.is_file() else self._top / IGNORED
         with _reading():
-            text = ignored.read_text("utf-8", "surrogateescape") if ignored.is_file() else ""
-        self._ignored = Ignored(text.splitlines())
+            text = self._list.read_text("utf-8", "surrogateescape") if self._list.is_file() else ""
+        try:
+            self._ignored = Ignored(text.removeprefix("\ufeff").split("\n"))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{self._list}: {error.message}", error.hint) from error
 
     def find(self, sources: Iterable[str]) -> Tree:
         """What paths and patterns name, sorted. Blocks. Raises NotFound, InvalidRequest (it leads out of the context,
@@ -69,7 +79,7 @@ class Context:
 
     def _find(self, sources: tuple[str, ...]) -> Tree:
         entries: list[Entry] = []
-        alone: list[str] = []
+        named: list[Entry] = []
         count = 0
         for source in sources:
             for found in self._matches(source):
@@ -78,14 +88,14 @@ class Context:
                 if path.is_dir():
                     entries += self._below(path, "")
                 else:
-                    entries.append(Entry(found.name, path))
-                    alone.append(found.name)
+                    named.append(Entry(found.name, path))
+                    entries.append(named[-1])
         if count == 0:
             shown = ", ".join(f"`{source}`" for source in sources)
             raise NotFound(
-                f"there is no {shown} in {self._top}", f"is it named in {IGNORED}, or is `--context` another?"
+                f"there is no {shown} in {self._top}", f"is it named in {self._list.name}, or is `--context` another?"
             )
-        return Tree(tuple(entries), alone[0] if count == len(alone) == 1 else None)
+        return Tree(tuple(entries), tuple(named), named[0].name if count == len(named) == 1 else None)
 
     def _matches(self, source: str) -> list[Path]:
         parts = [part for part in posixpath.normpath("/" + source).split("/") if part]
@@ -124,7 +134,7 @@ def _matching(directory: Path, part: str) -> list[Path]:
         return [directory / part] if os.path.lexists(directory / part) else []
     if not directory.is_dir():
         return []
-    pattern = re.compile(_as_regex(part))
+    pattern = _compiled(part)
     return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
 
 
@@ -139,7 +149,7 @@ class Ignored:
                 continue
             excepted = text.startswith("!")
             text = posixpath.normpath(text.lstrip("!").strip()).strip("/")
-            self._patterns.append((not excepted, re.compile(f"{_as_regex(text)}(?:/.*)?", re.DOTALL)))
+            self._patterns.append((not excepted, _compiled(text, "(?:/.*)?")))
         self.has_exceptions = any(not ignores for ignores, _ in self._patterns)
 
     def matches(self, path: str) -> bool:
@@ -148,6 +158,16 @@ class Ignored:
             if pattern.fullmatch(path):
                 found = ignores
         return found
+
+
+def _compiled(pattern: str, more: str = "") -> re.Pattern[str]:
+    try:
+        return re.compile(_as_regex(pattern) + more, re.DOTALL)
+    except re.error as error:
+        raise InvalidRequest(
+            f"`{pattern}` is no pattern: {error.msg}",
+            "a range goes up, `[a-z]`; a `\\` before a `[` means the letter",
+        ) from None
 
 
 def _as_regex(pattern: str) -> str:
@@ -176,6 +196,29 @@ def _reading() -> Iterator[None]:
         yield
     except OSError as error:
         raise InvalidRequest(f"{error.filename} cannot be read: {error.strerror}", f"name it in {IGNORED}?") from error
+
+
+def check_unpacked(named: Iterable[Entry]) -> None:
+    """Raises InvalidRequest for an archive, which is told by how it begins, whatever it is called. Blocks."""
+    for entry in named:
+        if entry.path.is_file():
+            with _reading(), entry.path.open("rb") as file:
+                begin = file.read(_BLOCK)
+            if begin.startswith(_PACKED) or _begins_tar(begin):
+                raise InvalidRequest(*no_archive(entry.name))
+
+
+def no_archive(name: str) -> tuple[str, str]:
+    """What is said of an archive that ADD names, and what to do."""
+    return f"ADD does not unpack {name}", f"`COPY {name} /tmp/` and `RUN tar -xf …` it; COPY also leaves it as it is"
+
+
+def _begins_tar(block: bytes) -> bool:
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
 
 
 def pack(entries: Iterable[Entry], mode: int | None, digest: Any, called: str | None = None) -> Iterator[bytes]:

@@ -4,8 +4,9 @@ FROM, RUN, COPY, ADD of local files, ENV, ARG, WORKDIR, USER, LABEL, CMD, ENTRYP
 comments, the escape directive and `${name:-word}`. It promises that whatever else is in the file is an error that names
 its line and says what to do: nothing is passed over, for an image that lacks a line of its file is a wrong image.
 
-A file is read twice: at once, so that its faults are found before anything is made, and again with the environment of
-the base image, which its values may refer to.
+A file is read twice: at once, so that its faults are found before anything is made, and again with what the base image
+says: its environment, to which values may refer, and its shell. What is wrong with a value that refers to it is found
+then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from sandlot.api import PATH, ImageConfig
+from sandlot.build.context import no_archive
 from sandlot.build.steps import Build, Configure, Copy, Run, Step, User, Workdir
 from sandlot.config import unknown
 from sandlot.errors import RecipeError
@@ -25,6 +28,8 @@ _DIRECTIVE = re.compile(r"#\s*([a-zA-Z]\w*)\s*=\s*(\S+)\s*")
 _INSTRUCTION = re.compile(r"\s*([a-zA-Z]+)(?:\s+(.*?))?\s*", re.DOTALL)
 _HERE = re.compile(r"(?:^|\s)\d*<<-?[\"']?[a-zA-Z_]")
 _NAME = re.compile(r"[a-zA-Z_]\w*")
+# The others are a shell's own, which are never set here.
+_VARIABLE = re.compile(rf"{_NAME.pattern}|[0-9]+|[@*#?$!-]")
 _FLAG = re.compile(r"--([a-z-]+)(?:=(\S*))?(?:\s+|$)")
 _URL = re.compile(r"(?:[a-z]+://|git@)")
 _ARCHIVE = re.compile(r".*\.(?:tar|tgz|tbz2?|txz|tar\.(?:gz|bz2|xz|zst))")
@@ -57,7 +62,8 @@ def read(path: Path, args: Mapping[str, str]) -> Build:
 
 def parse(text: str, file: str, args: Mapping[str, str]) -> Build:
     """The same of a text that is called `file`."""
-    return Build(_Reader(text, file, args, {}).base, lambda env: tuple(_Reader(text, file, args, env).steps))
+    first = _Reader(text, file, args, None)
+    return Build(first.base, first.where, lambda base: tuple(_Reader(text, file, args, base).steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +74,23 @@ class _Line:
 
 
 class _Reader:
-    """One reading of a file, from its first line to its last."""
+    """One reading of a file, from its first line to its last. `base` None: it is not known yet."""
 
-    def __init__(self, text: str, file: str, given: Mapping[str, str], env: Mapping[str, str]) -> None:
+    def __init__(self, text: str, file: str, given: Mapping[str, str], base: ImageConfig | None) -> None:
         self._file = file
         self._given = given
         self._line = _Line(1, "", "")
         self._escape = "\\"
-        self._env = dict(env)
+        self._env = {"PATH": PATH, **base.env} if base else {}
+        self._first = base is None
+        self._known: set[str] = set()  # the variables whose value the base cannot change
+        self._guessed = False  # this line has another
         self._args: dict[str, str] = {}  # in effect
         self._before: dict[str, str] = {}  # those in front of FROM
         self._declared: set[str] = set()
-        self._shell: tuple[str, ...] = ("/bin/sh", "-c")
+        self._shell = (base.shell if base else ()) or ("/bin/sh", "-c")
         self._has_cmd = False
-        self.base = ""
+        self.base = self.where = ""
         self.steps: list[Step] = []
         for line in self._lines(text.removeprefix("\ufeff")):
             self._line = line
@@ -99,7 +108,7 @@ class _Reader:
 
     def _lines(self, text: str) -> Iterator[_Line]:
         """Instructions, each on one line, without comments."""
-        lines = text.splitlines()
+        lines = text.split("\n")  # and at nothing else that Python takes for the end of one
         for line in lines:
             directive = _DIRECTIVE.fullmatch(line.strip())
             if directive is None:
@@ -115,8 +124,9 @@ class _Reader:
                 continue
             begun = begun if parts else number
             whole = line.rstrip()
-            parts.append(whole.removesuffix(self._escape))
-            if not whole.endswith(self._escape):
+            goes_on = whole.endswith(self._escape) and not whole.endswith(2 * self._escape)  # two are one, escaped
+            parts.append(whole.removesuffix(self._escape) if goes_on else whole)
+            if not goes_on:
                 yield self._read("".join(parts), begun)
                 parts = []
         if parts:
@@ -155,6 +165,7 @@ class _Reader:
             raise self._error(f"{line.word} says nothing", f"write what it is about after it, or leave {line.word} out")
         if not self.base and line.word not in ("FROM", "ARG"):
             raise self._error(f"{line.word} stands before FROM", "begin with the image to start from: `FROM host`")
+        self._guessed = False
         known[line.word](line.rest)
 
     def _step(self, do: Run | Copy | Workdir | User | Configure) -> None:
@@ -211,14 +222,14 @@ class _Reader:
     def _variable(self, text: str, at: int, values: Mapping[str, str]) -> tuple[str, int]:
         """The value of what follows a `$`, and where it ends."""
         braced = text[at : at + 1] == "{"
-        name = _NAME.match(text, at + braced)
+        name = _VARIABLE.match(text, at + braced)
         if name is None:
             if braced:
                 raise self._error(f"{text[at - 1 :]!r} holds no name", "write `${NAME}`, or `\\$` for a dollar sign")
             return "$", at
-        at, value = name.end(), values.get(name[0], "")
+        at = name.end()
         if not braced:
-            return value, at
+            return self._value(name[0], values), at
         depth, end = 1, at
         while end < len(text):
             depth += (text[end] == "{") - (text[end] == "}")
@@ -232,6 +243,7 @@ class _Reader:
             raise self._error(
                 f"${{{text[at - len(name[0]) : end]}}} is not supported", "write `${NAME:-word}` or `${NAME:+word}`"
             )
+        value = self._value(name[0], values)
         if form[1] is None:
             return value, end + 1
         there = bool(value) if form[1].startswith(":") else name[0] in values
@@ -239,6 +251,10 @@ class _Reader:
         if form[1].endswith("-"):
             return value if there else word(), end + 1
         return word() if there else "", end + 1
+
+    def _value(self, name: str, values: Mapping[str, str]) -> str:
+        self._guessed |= self._first and name not in self._known
+        return values.get(name, "")
 
     def _list(self, text: str) -> tuple[str, ...] | None:
         """The words of the JSON form; None: it is not that."""
@@ -248,7 +264,9 @@ class _Reader:
             found = json.loads(text)
         except ValueError:
             return None  # as Docker reads it: a shell's `[`
-        return tuple(found) if all(isinstance(each, str) for each in found) else None
+        if not all(isinstance(each, str) for each in found):
+            raise self._error("the JSON form has something that is no text", 'write `["a", "1"]`')
+        return tuple(found)
 
     def _flags(self, text: str) -> tuple[dict[str, str], str]:
         flags = {}
@@ -283,6 +301,7 @@ class _Reader:
                 f"there is no image {words[0]!r} to start from", "`sandlot image list` shows those there are"
             )
         self.base, self._args = words[0], {}
+        self.where = f"{self._file}:{self._line.number}"
 
     def _arg(self, text: str) -> None:
         values = {**self._args, **self._env} if self.base else self._before
@@ -315,6 +334,8 @@ class _Reader:
         words = [self._expanded(word) for word in self._list(text) or self._words(text)]
         if len(words) < 2:
             raise self._error(f"{self._line.word} takes sources and a target", "write `COPY src/ /srv/`")
+        if self._guessed:
+            return
         *sources, target = words
         if len(sources) > 1 and not target.endswith(("/", "/.")) and target != ".":
             raise self._error(f"{len(sources)} sources go into a directory", f"write `{target}/`")
@@ -324,12 +345,12 @@ class _Reader:
                     f"ADD of {source} is not supported", "RUN a program that loads it, with `--network host`"
                 )
             if _ARCHIVE.fullmatch(source):
-                raise self._error(f"ADD does not unpack {source}", f"`COPY {source} /tmp/` and `RUN tar -xf …` it")
+                raise self._error(*no_archive(source))
         chmod = flags.get("chmod")
         if chmod is not None and not _MODE.fullmatch(chmod):
             raise self._error(f"--chmod={chmod} is not a mode", "write it in octal digits: `--chmod=755`")
         mode = None if chmod is None else int(chmod, 8)
-        self._step(Copy(tuple(sources), target, flags.get("chown"), mode))
+        self._step(Copy(tuple(sources), target, flags.get("chown"), mode, add=self._line.word == "ADD"))
 
     def _pairs(self, which: str, text: str) -> None:
         words = self._words(text)
@@ -341,6 +362,7 @@ class _Reader:
             raise self._error(f"{words[0]} has no value", f"write `{self._line.word} {words[0]}=…`")
         if which == "env":
             self._env |= found
+            self._known = self._known - found.keys() if self._guessed else self._known | found.keys()
             self._step(Configure(env=found))
         else:
             self._step(Configure(labels=found))
@@ -348,12 +370,15 @@ class _Reader:
     def _pair(self, word: str) -> tuple[str, str]:
         name, equals, value = word.partition("=")
         name = self._expanded(name)
-        if not equals or not name:
+        if not equals or not (name or self._guessed):
             raise self._error(f"{word!r} is not of the form NAME=VALUE", "a value with blanks wants quotes")
         return name, self._expanded(value)
 
     def _workdir(self, text: str) -> None:
-        self._step(Workdir(self._expanded(text)))
+        path = self._expanded(text)
+        if not path and not self._guessed:
+            raise self._error(f"{text} names no directory", "write `WORKDIR /srv`; are the variables in it set?")
+        self._step(Workdir(path))
 
     def _user(self, text: str) -> None:
         self._step(User(self._expanded(text)))
@@ -375,3 +400,4 @@ class _Reader:
         if not listed:
             raise self._error("SHELL is not in the JSON form", 'write `SHELL ["/bin/bash", "-c"]`')
         self._shell = listed
+        self._step(Configure(shell=listed))

@@ -55,7 +55,7 @@ def read(path: Path, args: Mapping[str, str]) -> Build:
     if args:
         raise RecipeError(f"{path}: a recipe takes no build arguments", "leave out `--build-arg`, or use a Dockerfile")
     steps = tuple(_steps(recipe, path.name))
-    return Build(recipe.base, lambda _: steps, recipe.name)
+    return Build(recipe.base, f"{path.name}: base", lambda _: steps, recipe.name)
 
 
 def _steps(recipe: ImageRecipe, file: str) -> Iterator[Step]:

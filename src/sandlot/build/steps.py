@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sandlot.api import ImageConfig
@@ -20,12 +20,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Files of the context. A target that ends with `/` is a directory; a relative one is below the workdir."""
+    """Files of the context. A target that ends with `/` is a directory; a relative one is below the workdir. `add`: no
+    source may be an archive, for who wrote ADD expects what is in it."""
 
     sources: tuple[str, ...]
     target: str
     user: str | None = None
     mode: int | None = None
+    add: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Configure:
     labels: dict[str, str] = field(default_factory=dict)
     entrypoint: tuple[str, ...] | None = None
     cmd: tuple[str, ...] | None = None
+    shell: tuple[str, ...] | None = None
 
     def over(self, config: ImageConfig) -> ImageConfig:
         changes = {
@@ -57,6 +60,7 @@ class Configure:
             "labels": {**config.labels, **self.labels},
             "entrypoint": config.entrypoint if self.entrypoint is None else self.entrypoint,
             "cmd": config.cmd if self.cmd is None else self.cmd,
+            "shell": config.shell if self.shell is None else self.shell,
         }
         return config.model_copy(update=changes)
 
@@ -76,8 +80,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A file that was read. `steps` is asked with the environment that the base image gives to commands."""
+    """A file that was read. `steps` is asked with what the base image says of commands."""
 
     base: str
-    steps: Callable[[Mapping[str, str]], tuple[Step, ...]]
+    where: str  # the base is named: `Dockerfile:1`
+    steps: Callable[[ImageConfig], tuple[Step, ...]]
     name: str | None = None

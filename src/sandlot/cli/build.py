@@ -74,7 +74,7 @@ def build(
         _say(progress, verbose)
 
     begun = time.monotonic()
-    files = Context(context or file.parent)
+    files = Context(context or file.parent, file)
     made = interrupt.run(_build(what, called, files, options, told, url, api_key, state_dir))
     if json:
         steps = [

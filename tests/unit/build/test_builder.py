@@ -7,13 +7,18 @@
 4. Commands have no network, and with the option this host's; what is made from the image has none.
 5. COPY puts files where it does elsewhere; an error inside a step says which line.
 6. A name is taken over from a built image only; a step is not listed, and stays when nodes come and go.
+7. A build whose steps are pruned while it runs is finished; one whose base is replaced meanwhile is one over the new.
+8. What of the base cannot be had here is refused: a directory, instructions for builds, a user of another group.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import os
 import socket
+import tarfile
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,7 +31,7 @@ from sandlot.build import builder, dockerfile
 from sandlot.build.builder import Options, Progress
 from sandlot.build.context import Context
 from sandlot.drivers import layers
-from sandlot.errors import BuildFailed, Conflict, InvalidRequest, NotFound
+from sandlot.errors import BuildFailed, Conflict, InvalidRequest, NotFound, Unsupported
 from sandlot.node.node import Node, local_node
 
 
@@ -260,12 +265,24 @@ async def test_copy_puts_files_where_it_does_elsewhere(folder: Folder, node: Nod
         assert await folder.sh("stat -c %U /his /his/a") == "nobody\nnobody\n"
 
 
+async def test_a_link_to_a_directory_is_a_place_and_stays(folder: Folder) -> None:
+    links = "RUN mkdir -p /real/in && ln -s real /alias && ln -s in /real/link\n"
+    await folder.build(f"{links}COPY a /alias\nCOPY src/b /real/link\nCOPY src/b /alias/")
+    assert await folder.sh("readlink /alias /real/link; find /real | sort") == (
+        "real\nin\n/real\n/real/a\n/real/b\n/real/in\n/real/in/b\n/real/link\n"
+    )
+    with pytest.raises(Conflict, match="Dockerfile:3: there is a directory at /b/a, where a file is to be"):
+        await folder.build("RUN mkdir -p /b/c && ln -s c /b/a\nCOPY . /b")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("COPY none /x", "Dockerfile:2: there is no `none`"),
         ("COPY ../x /x", "Dockerfile:2: ../x leads out of"),
         ("COPY a /usr/x", "Dockerfile:2: could not write /usr/x: read-only file system"),
+        ("ADD packed /x", "Dockerfile:2: ADD does not unpack packed"),
+        ("COPY a [z-a] /x/", "Dockerfile:2: `[z-a]` is no pattern"),
         ("COPY a /etc/passwd/x", "Dockerfile:2: there is a file where a directory is to be"),
         ("WORKDIR /etc/passwd", "Dockerfile:2: there is a file where a directory is to be"),
         ("USER stranger", "Dockerfile:2: there is no user 'stranger' in the image"),
@@ -274,6 +291,7 @@ async def test_copy_puts_files_where_it_does_elsewhere(folder: Folder, node: Nod
     ],
 )
 async def test_an_error_inside_a_step_says_which_line(folder: Folder, node: Node, text: str, said: str) -> None:
+    (folder.path / "packed").write_bytes(b"\x1f\x8b\x08")
     with pytest.raises((InvalidRequest, NotFound, Conflict)) as caught:
         await folder.build(text)
     assert caught.value.message.startswith(said)
@@ -289,8 +307,6 @@ async def test_a_name_is_taken_over_from_a_built_image_only(folder: Folder, node
     await node.snapshot(old, "mine")
     with pytest.raises(Conflict, match="was not built"):
         await folder.build("RUN echo three > /f", name="mine")
-    with pytest.raises(NotFound, match="no image 'nowhere'"):
-        await builder.build(node, dockerfile.parse("FROM nowhere", "f", {}), "x", Context(folder.path))
     for name in ("host", "fork-1", "step-1", "Big"):
         with pytest.raises(InvalidRequest, match="cannot be the name"):
             await node.tag_image("made", name)
@@ -309,6 +325,115 @@ async def test_steps_are_hidden_and_stay(folder: Folder, node: Node, tmp_path: P
         folder.node = later
         await folder.build(TEXT)
         assert folder.cached == [True, True, True]
+
+
+async def over(folder: Folder, base: str, text: str = "RUN true") -> ImageInfo:
+    what = dockerfile.parse(f"# a comment\nFROM {base}\n{text}", "Dockerfile", {})
+    return await builder.build(folder.node, what, "made", Context(folder.path))
+
+
+@pytest.mark.parametrize("done", [1, 2])
+async def test_a_build_whose_steps_are_pruned_is_finished(folder: Folder, tmp_path: Path, done: int) -> None:
+    stored = tmp_path / "state/images"
+    pruned: list[str] = []
+
+    def prune(progress: Progress) -> None:
+        """As another node of the same store does it, once that many steps are done: before the next, or the name."""
+        if progress.number == done and progress.seconds is not None and not pruned:
+            for path in stored.glob("step-*.json"):
+                pruned.append(path.stem)
+                path.unlink()
+
+    what = dockerfile.parse("FROM host\nRUN echo one > /one\nCOPY a /a", "Dockerfile", {})
+    await builder.build(folder.node, what, "made", Context(folder.path), told=prune)
+    assert len(pruned) == done
+    assert await folder.sh("cat /one /a") == "one\na\n"
+
+
+async def test_a_base_that_is_replaced_meanwhile_is_the_new_one(folder: Folder, node: Node, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        await folder.build(f"RUN echo {name} > /who", name=name)
+    await node.tag_image("one", "moving")
+    store = layers.Layers(tmp_path / "state/images")
+    names = ["two"]
+    cached: list[bool] = []
+
+    def move(progress: Progress) -> None:
+        """Another node does it when the base was looked at and no box stands on it yet."""
+        if progress.seconds is not None:
+            cached.append(progress.cached)
+        elif names:
+            found = store.find(names.pop())
+            store.name(found.info.model_copy(update={"name": "moving"}), found.layers, replace=True)
+
+    what = dockerfile.parse("FROM moving\nRUN cat /who > /saw", "Dockerfile", {})
+    await builder.build(node, what, "made", Context(folder.path), told=move)
+    assert await folder.sh("cat /who /saw") == "two\ntwo\n"
+    await builder.build(node, what, "made", Context(folder.path), told=move)
+    assert cached == [False, True]  # it has the name of what it stands on
+    names = ["two", "one"] * 9
+    what = dockerfile.parse("FROM moving\nRUN true", "Dockerfile", {})
+    with pytest.raises(Conflict, match="made is built on was deleted or replaced while it was built, 5 times"):
+        await builder.build(node, what, "made", Context(folder.path), told=move)
+    assert await node.list() == []
+
+
+async def test_an_error_of_the_base_says_which_line(folder: Folder, node: Node) -> None:
+    with pytest.raises(NotFound, match=r"^Dockerfile:2: there is no image 'nowhere'") as caught:
+        await over(folder, "nowhere")
+    assert "`nowhere:latest`" in (caught.value.hint or "")
+    with pytest.raises(InvalidRequest, match=r"^Dockerfile:2: 'Debian:12'"):
+        await over(folder, "Debian:12")
+    with pytest.raises(
+        Unsupported, match=f"^Dockerfile:2: a build cannot start from a directory, {folder.path}"
+    ) as why:
+        await over(folder, str(folder.path))
+    assert f"`sandlot image import NAME {folder.path}`" in (why.value.hint or "")
+    assert await node.list() == []
+
+
+async def test_what_an_image_says_of_builds_counts(folder: Folder, node: Node, tmp_path: Path) -> None:
+    config = {"Shell": ["/bin/bash", "-ec"], "OnBuild": ["COPY . /app", "RUN make"]}
+    path = tmp_path / "image.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, content in (
+            ("layer.tar", bytes(1024)),
+            ("config.json", json.dumps({"config": config, "rootfs": {"diff_ids": [EMPTY]}}).encode()),
+            ("manifest.json", json.dumps([{"Config": "config.json", "Layers": ["layer.tar"]}]).encode()),
+        ):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    await node.import_image("asking", path)
+    with pytest.raises(Unsupported, match=r"^Dockerfile:2: asking asks .*: ONBUILD COPY . /app; ONBUILD RUN make$"):
+        await over(folder, "asking")
+    found = (await node.image("asking")).config
+    await folder.build("RUN true")
+    await node.tag_image("made", "bash", found.model_copy(update={"on_build": ()}))
+    made = await over(folder, "bash", "RUN [[ a == a ]] && echo $BASH > /shell\nCMD x")
+    assert await folder.sh("cat /shell") == "/bin/bash\n"
+    assert (made.config.shell, made.config.cmd) == (("/bin/bash", "-ec"), ("/bin/bash", "-ec", "x"))
+    made = await over(folder, "bash", 'SHELL ["/bin/sh", "-c"]\nCMD y')
+    assert (made.config.shell, made.config.cmd) == (("/bin/sh", "-c"), ("/bin/sh", "-c", "y"))
+
+
+# Of a tar without entries.
+EMPTY = "sha256:5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef"
+
+
+async def test_a_user_of_another_group_is_refused(folder: Folder, node: Node) -> None:
+    entry = "RUN echo app:x:1000:7::/home/app:/bin/sh >> /etc/passwd\n"
+    for user in ("app", "1000"):
+        with pytest.raises(InvalidRequest, match=f"Dockerfile:3: user {user} has the group 7 in /etc/passwd") as caught:
+            await folder.build(f"{entry}USER {user}")
+        assert f"`{user}:1000`" in (caught.value.hint or "")
+    with pytest.raises(InvalidRequest, match="Dockerfile:3: user app has the group 7"):
+        await folder.build(f"{entry}COPY --chown=app a /his")
+    made = await folder.build(f"{entry}USER app:1000")
+    assert (made.config.user, made.config.home) == (1000, "/home/app")
+    if await many_ids(node):
+        await folder.build(f"{entry}COPY --chown=1000 a /his")
+        assert await folder.sh("stat -c %u:%g /his") == "1000:1000\n"
 
 
 async def test_a_step_may_write_more_than_fits_in_memory_by_default(folder: Folder, node: Node) -> None:

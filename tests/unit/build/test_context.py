@@ -1,22 +1,27 @@
 """Promises of the files beside a build:
 
 1. Paths and patterns name files; a directory is what is in it; links stay links, and a link as a source is followed.
-2. `.dockerignore`: the last pattern that matches decides, `!` takes back.
+2. `.dockerignore`: the last pattern that matches decides, `!` takes back; the list of the build file itself, where it
+   has one, is heeded instead; what is no pattern is said.
 3. Nothing outside the context is read: neither by `..` nor through a link.
-4. The hash tells content, names and modes apart, and not times; the tar is what Python's own reader finds in it.
+4. An archive is told by how it begins, and only where it is itself what is copied.
+5. The hash tells content, names and modes apart, and not times; the tar is what Python's own reader finds in it.
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import io
+import lzma
 import os
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from sandlot.build.context import Context, Ignored, hashed, pack
+from sandlot.build.context import Context, Ignored, check_unpacked, hashed, pack
 from sandlot.errors import InvalidRequest, NotFound
 
 
@@ -80,6 +85,58 @@ def test_what_is_ignored_is_not_seen(folder: Path) -> None:
     with pytest.raises(NotFound, match=r"there is no `b\.txt`") as caught:
         names(folder, "b.txt")
     assert ".dockerignore" in (caught.value.hint or "")
+
+
+def test_the_list_of_the_build_file_itself_is_heeded(folder: Path) -> None:
+    (folder / ".dockerignore").write_text("a.txt\n")
+    (folder / "Dockerfile.dockerignore").write_text("b.txt\n")
+    for file, seen in (("Dockerfile", "a.txt"), ("other", "b.txt")):
+        context = Context(folder, folder / file)
+        assert [entry.name for entry in context.find(["?.txt"]).entries] == [seen]
+    with pytest.raises(NotFound) as caught:
+        Context(folder, folder / "Dockerfile").find(["b.txt"])
+    assert "in Dockerfile.dockerignore" in (caught.value.hint or "")
+
+
+def test_a_mark_at_the_beginning_is_no_part_of_a_pattern(folder: Path) -> None:
+    (folder / ".dockerignore").write_bytes(b"\xef\xbb\xbfa.txt\r\nb.txt\r\n")
+    with pytest.raises(NotFound):
+        names(folder, "?.txt")
+
+
+@pytest.mark.parametrize("pattern", ["[z-a].txt", "[\\]x"])
+def test_what_is_no_pattern_is_said(folder: Path, pattern: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        names(folder, pattern)
+    assert caught.value.message.startswith(f"`{pattern}` is no pattern")
+    (folder / ".dockerignore").write_text(pattern)
+    with pytest.raises(InvalidRequest) as caught:
+        Context(folder)
+    assert caught.value.message.startswith(f"{folder}/.dockerignore: `{pattern}` is no pattern")
+
+
+def archives() -> dict[str, bytes]:
+    """By what they are called; the headers of old tars have no word `ustar`."""
+    ustar = tarfile.TarInfo("x").tobuf(tarfile.USTAR_FORMAT)
+    old = bytearray(ustar)
+    old[257:265] = bytes(8)
+    old[148:156] = b" " * 8
+    old[148:156] = f"{sum(old):06o}\0 ".encode()
+    packed = {"gzip": gzip.compress(ustar), "bzip2": bz2.compress(ustar), "xz": lzma.compress(ustar)}
+    return {"tar": ustar, "old": bytes(old), "zstd": bytes.fromhex("28b52ffd2000010000"), **packed}
+
+
+def test_an_archive_is_told_by_how_it_begins(folder: Path) -> None:
+    for name, content in archives().items():
+        (folder / "src" / name).write_bytes(content)
+        with pytest.raises(InvalidRequest, match=f"ADD does not unpack {name}"):
+            check_unpacked(Context(folder).find([f"src/{name}", "a.txt"]).named)
+    (folder / "empty").write_bytes(b"")
+    (folder / "zeros").write_bytes(bytes(2048))
+    os.mkfifo(folder / "pipe")
+    tree = Context(folder).find(["a.txt", "near", "empty", "zeros", "pipe", "src"])
+    assert {"gzip", "a.txt", "deep/d"} <= {entry.name for entry in tree.entries}
+    check_unpacked(tree.named)  # of `src` they stay as they are, as elsewhere
 
 
 def test_nothing_outside_is_read(folder: Path) -> None:

@@ -3,6 +3,7 @@
 1. The subset means what it means elsewhere: each line of the first table.
 2. Anything else is an error that names file and line and says what to do: each line of the second.
 3. A file that cannot be read is one clear error; `--build-arg` must name an ARG.
+4. What the base image says counts: its environment in values, also where a first reading does not know it; its shell.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from typing import Any
 
 import pytest
 
+from sandlot.api import NO_CONFIG, ImageConfig
 from sandlot.build.dockerfile import parse, read
 from sandlot.build.steps import Configure, Copy, Run, User, Workdir
 from sandlot.errors import RecipeError
 
 SH = ("/bin/sh", "-c")
-ENV = {"PATH": "/bin", "HOME": "/root"}
+BASE = ImageConfig(env={"PATH": "/bin", "HOME": "/root"})
 
 
 def steps(text: str, **args: str) -> list[Any]:
-    return [step.do for step in parse(f"FROM host\n{text}\n", "Dockerfile", args).steps(ENV)]
+    return [step.do for step in parse(f"FROM host\n{text}\n", "Dockerfile", args).steps(BASE)]
 
 
 @pytest.mark.parametrize(
@@ -32,11 +34,14 @@ def steps(text: str, **args: str) -> list[Any]:
         ("RUN a && \\\n\n  # a comment\n  b", [Run((*SH, "a &&   b"))]),
         ("  # a comment\n\nRUN a \\  \nb", [Run((*SH, "a b"))]),
         ("RUN [ -d /x ] || true", [Run((*SH, "[ -d /x ] || true"))]),
-        ('SHELL ["/bin/bash", "-ec"]\nRUN a', [Run(("/bin/bash", "-ec", "a"))]),
+        ('SHELL ["bash", "-ec"]\nRUN a', [Configure(shell=("bash", "-ec")), Run(("bash", "-ec", "a"))]),
+        ("RUN a \\\\\nWORKDIR /b", [Run((*SH, "a \\\\")), Workdir("/b")]),
+        ("RUN a \\\n\\\nb", [Run((*SH, "a b"))]),
+        ("RUN printf 'a\x0cb\u2028c'\r\nRUN d", [Run((*SH, "printf 'a\x0cb\u2028c'")), Run((*SH, "d"))]),
         ("COPY a b /srv/", [Copy(("a", "b"), "/srv/")]),
         ('COPY ["with blank", "/srv"]', [Copy(("with blank",), "/srv")]),
         ("COPY --chown=7:7 --chmod=0640 a b", [Copy(("a",), "b", "7:7", 0o640)]),
-        ("ADD a.txt .", [Copy(("a.txt",), ".")]),
+        ("ADD a.txt .", [Copy(("a.txt",), ".", add=True)]),
         ("ENV A=1 B='x y' C=\"$A\"", [Configure(env={"A": "1", "B": "x y", "C": ""})]),
         ("ENV A=1\nENV B=$A-${A}2", [Configure(env={"A": "1"}), Configure(env={"B": "1-12"})]),
         ("ENV PATH=/opt/bin:$PATH", [Configure(env={"PATH": "/opt/bin:/bin"})]),
@@ -47,6 +52,7 @@ def steps(text: str, **args: str) -> list[Any]:
             [Configure(env={"A": "none", "B": "some", "C": "/root", "D": ""})],
         ),
         ("ENV A=${X:-${HOME}/b}", [Configure(env={"A": "/root/b"})]),
+        ("ENV A=a$5b B=$$c D=${1}d E=$.", [Configure(env={"A": "ab", "B": "c", "D": "d", "E": "$."})]),
         ("LABEL a=b c.d='e f'", [Configure(labels={"a": "b", "c.d": "e f"})]),
         ("ARG V=3\nWORKDIR /v$V", [Workdir("/v3")]),
         ("ARG V=3\nRUN x", [Run((*SH, "x"), {"V": "3"})]),
@@ -71,7 +77,7 @@ def test_arguments_and_the_escape_character() -> None:
     for args, base, run in (({}, "base:1", "1"), ({"TAG": "2"}, "base:2", "2")):
         build = parse(text, "Dockerfile", args)
         assert build.base == base
-        first, second = build.steps({})
+        first, second = build.steps(NO_CONFIG)
         assert first.do == Run((*SH, "a   b"), {"TAG": run})
         assert (first.where, first.text) == ("Dockerfile:6", "RUN a b")
         assert second.where == "Dockerfile:8"
@@ -115,6 +121,9 @@ def test_arguments_and_the_escape_character() -> None:
         ("FROM host\nENV A=${B#x}", 2, "${B#x} is not supported", "${NAME:-word}"),
         ("FROM host\nENV A=${B:?x}", 2, "${B:?x} is not supported", "${NAME:-word}"),
         ("FROM host\nARG 1x", 2, "'1x' is no name of an argument", "ARG NAME"),
+        ("FROM host\nENV A=\nWORKDIR $A", 3, "$A names no directory", "WORKDIR /srv"),
+        ("FROM host\nCMD [1]", 2, "something that is no text", '["a", "1"]'),
+        ('FROM host\nRUN ["a", null]', 2, "something that is no text", '["a", "1"]'),
         ("FROM host\nSHELL bash -c", 2, "SHELL is not in the JSON form", "SHELL ["),
         ("# escape=x\nFROM host", 1, "the escape character cannot be x", "backquote"),
     ],
@@ -126,6 +135,44 @@ def test_anything_else_is_an_error_with_its_line(text: str, line: int, said: str
     assert caught.value.message.startswith(f"Dockerfile:{line}: "), caught.value.message
     assert said in caught.value.message
     assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("COPY a b $DEST", Copy(("a", "b"), "/srv/")),
+        ("COPY --chmod=$MODE a b", Copy(("a",), "b", None, 0o755)),
+        ("ARG D=$DEST\nCOPY a b $D", Copy(("a", "b"), "/srv/")),
+        ("ENV D=$DEST\nCOPY a b $D", Copy(("a", "b"), "/srv/")),
+        ("ARG DEST=/x\nCOPY a b $DEST", Copy(("a", "b"), "/srv/")),
+        ("WORKDIR $DEST", Workdir("/srv/")),
+        ("ENV ${NAME}=1", Configure(env={"N": "1"})),
+    ],
+)
+def test_a_value_may_be_one_of_the_base(text: str, expected: Any) -> None:
+    base = ImageConfig(env={"DEST": "/srv/", "MODE": "755", "NAME": "N"})
+    assert parse(f"FROM x\n{text}", "Dockerfile", {}).steps(base)[-1].do == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("COPY a b $DEST", "2: 2 sources go into a directory"),
+        ("COPY --chmod=$MODE a b", "2: --chmod= is not a mode"),
+        ("WORKDIR $DEST", "2: $DEST names no directory"),
+        ("ENV ${NAME}=1", "2: '${NAME}=1' is not of the form"),
+    ],
+)
+def test_and_is_an_error_where_the_base_has_none(text: str, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse(f"FROM x\n{text}", "Dockerfile", {}).steps(NO_CONFIG)
+    assert caught.value.message.startswith(f"Dockerfile:{said}")
+
+
+def test_the_shell_of_the_base_counts() -> None:
+    base = ImageConfig(shell=("/bin/bash", "-ec"))
+    run, cmd = parse("FROM x\nRUN a\nCMD b", "Dockerfile", {}).steps(base)
+    assert (run.do, cmd.do) == (Run(("/bin/bash", "-ec", "a")), Configure(cmd=("/bin/bash", "-ec", "b")))
 
 
 def test_a_build_argument_names_an_arg() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sandlot.api import NO_CONFIG
 from sandlot.build.recipe import read
 from sandlot.build.steps import Configure, Copy, Run, User, Workdir
 from sandlot.errors import RecipeError
@@ -31,8 +32,9 @@ def test_keys_become_steps_in_one_order(tmp_path: Path) -> None:
     file = tmp_path / "solver.toml"
     file.write_text(WHOLE)
     build = read(file, {})
+    assert build.where == "solver.toml: base"
     assert (build.base, build.name) == ("base", "solver")
-    steps = build.steps({})
+    steps = build.steps(NO_CONFIG)
     assert [step.do for step in steps] == [
         Configure(env={"A": "1"}),
         Workdir("/srv"),

@@ -89,6 +89,10 @@ def test_what_goes_wrong_is_said(folder: Path) -> None:
         done = cli(folder, "image", "build", *words)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert said in done.stderr
+    (folder / "Dockerfile").write_text("FROM host\nCOPY a /\n")
+    (folder / "Dockerfile.dockerignore").write_text("a\n")
+    failed = cli(folder, "image", "build", "Dockerfile", "--name", "made")
+    assert failed.stderr.startswith("error: Dockerfile:2: there is no `a`"), failed
 
 
 def test_ctrl_c_leaves_the_steps_before(folder: Path) -> None:

@@ -140,6 +140,8 @@ def contents(document: Mapping[str, Any], what: str) -> Contents:
             entrypoint=tuple(says.get("Entrypoint") or ()),
             cmd=tuple(says.get("Cmd") or ()),
             labels=says.get("Labels") or {},
+            shell=tuple(says.get("Shell") or ()),
+            on_build=tuple(says.get("OnBuild") or ()),
         )
         diff_ids = tuple(document["rootfs"]["diff_ids"])
         if not all(DIGEST.fullmatch(each) for each in diff_ids):
