@@ -434,6 +434,7 @@ class ImageConfig(Model):
     env: dict[str, str] = Field(default_factory=dict)
     workdir: str | None = Field(default=None, pattern=r"^/", description="absolute path inside")
     user: int | None = Field(default=None, ge=0, le=65_535, description="numeric; None: 0")
+    group: int | None = Field(default=None, ge=0, description="that the image gives it; it has its own number's here")
     home: str | None = Field(default=None, description="of that user; None: /root for user 0 and / for any other")
     entrypoint: tuple[str, ...] = Field(default=(), description="kept for who asks: a sandbox starts nothing by itself")
     cmd: tuple[str, ...] = Field(default=(), description="as `entrypoint`")
@@ -460,6 +461,7 @@ class ImageInfo(Model):
     )
     files: int = Field(default=0, description="entries in its own layers, directories included")
     layers: int = Field(default=0, description="how many layers lie over the base")
+    losses: tuple[str, ...] = Field(default=(), description="what is not as it says, as a sandbox's `losses` say it")
 
 
 class LayerProgress(Model):

@@ -12,8 +12,6 @@ import asyncio
 import json
 import secrets
 import socket
-import tarfile
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +22,7 @@ import aiohttp
 import yarl
 from pydantic import TypeAdapter, ValidationError
 
-from sandlot import asgi
+from sandlot import asgi, packing
 from sandlot.aio import shielded
 from sandlot.api import (
     AsgiApp,
@@ -211,7 +209,7 @@ class HttpNode:
 
     async def import_image(self, name: str, path: Path) -> ImageInfo:
         def opened() -> BinaryIO:
-            return _tar_of(path) if path.is_dir() else path.open("rb")
+            return packing.packed(path) if path.is_dir() else path.open("rb")
 
         try:
             file = await asyncio.to_thread(opened)
@@ -221,7 +219,12 @@ class HttpNode:
             work = self._send(
                 "PUT", _image(name), f"importing {path}", _IMPORT_SECONDS, content=_pieces(file), kind=_BINARY
             )
-            return _IMAGE.validate_json(await work)
+            try:
+                return _IMAGE.validate_json(await work)
+            except SandlotError as error:
+                if isinstance(file, packing.Packed) and (failed := file.failed) is not None:
+                    raise NotFound(f"{failed.filename or path} cannot be read: {failed.strerror}") from error
+                raise
 
     async def prune_images(self) -> list[ImageInfo]:
         return await self._call("POST", "/v1/images/prune", _IMAGES, "deleting images that nobody uses", _COPY_SECONDS)
@@ -504,16 +507,6 @@ def _image(name: str) -> str:
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
     while piece := await asyncio.to_thread(file.read, 1 << 20):
         yield piece
-
-
-def _tar_of(directory: Path) -> BinaryIO:
-    """A directory as a file without a name, to be sent."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115  (it is returned)
-    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for each in sorted(directory.iterdir()):
-            tar.add(each, each.name)
-    file.seek(0)
-    return file
 
 
 def _path(sandbox_id: str, rest: str = "") -> str:

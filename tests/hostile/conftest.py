@@ -81,6 +81,13 @@ def promises() -> dict[str, Capability]:
     return asyncio.run(look())
 
 
+async def at_rest(node: Node) -> None:
+    """What it does in the background, as removing what nobody stands on, has descriptors of its own."""
+    async with asyncio.timeout(30):
+        while node._tasks:
+            await asyncio.wait(node._tasks)
+
+
 @pytest.fixture
 async def arena(tmp_path: Path, promises: dict[str, Capability]) -> AsyncIterator[Arena]:
     """Boxes that end with the test; afterwards the host must look as it did before."""
@@ -90,10 +97,12 @@ async def arena(tmp_path: Path, promises: dict[str, Capability]) -> AsyncIterato
     made = Arena(node, node.driver, promises)
     await (await made.box()).close()  # what the driver opens once is not a leak
     made.kept.clear()
+    await at_rest(node)
     before = host_state(node.driver, made.namespaces)
     yield made
     for box in made.kept:
         await box.close()
+    await at_rest(node)
     after = host_state(node.driver, made.namespaces)
     await node.close()
     assert after == before

@@ -1,5 +1,6 @@
 """Attack: have an image unpacked whose layers name files by absolute paths and through `..`, go through links of their
-own, delete what is above them, hold devices, unpack to more than there is room for, hold what an overlay would take for
+own, delete what is above them, hold devices, unpack to more than there is room for, go deeper than who removes them can
+follow, say more in their headers than a node has memory for, hold what an overlay would take for
 its own marks, set-id programs, names that are none; and start a box from one whose /proc, /sys, /dev and /etc are links
 to elsewhere.
 
@@ -24,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from sandlot.api import Volume
+from sandlot.api import ImageInfo, Volume
 from sandlot.drivers.native import extract
 from sandlot.drivers.native.extract import Bounds
 from sandlot.drivers.native.plan import Do, Plan
@@ -70,7 +71,7 @@ def outside(tmp_path: Path, *layers: bytes) -> None:
     root = tmp_path / "outside"
     root.mkdir(exist_ok=True)
     for number, layer in enumerate(layers):
-        options = json.dumps({"entries": 1000, "bytes": 1 << 30, "first": number == 0})
+        options = json.dumps({"entries": 1000, "bytes": 1 << 30, "block": 4096, "first": number == 0})
         words = [sys.executable, "-I", "-S", "-X", "utf8", "-c", OUTSIDE, str(root), options]
         subprocess.run(words, input=layer, check=True, capture_output=True)
 
@@ -244,19 +245,111 @@ async def test_directories_are_no_deeper_than_who_removes_them_can_go(arena: Are
         await refused(arena, tmp_path / str(number), "longer than 4095 bytes or 256 directories", deep)
 
 
+def hops() -> bytes:
+    """Each name is within the bound, and begins with a link to where the last one ended: 2,010 directories."""
+    entries, before = [directory("base")], "base"
+    for number in range(8):
+        place = f"{before}/{'d/' * 250}d"
+        entries += [directory(place), link(f"l{number}", place)]
+        before = f"l{number}"
+    return packed(*entries)
+
+
+async def test_links_lead_no_deeper(arena: Arena, tmp_path: Path) -> None:
+    await refused(arena, tmp_path, "leads to more than 4095 bytes or 256 directories", hops())
+    # A path that is longer than the kernel takes one, too: what is there could be neither looked at nor counted.
+    long, entries, before = "n" * 250, [directory("base")], "base"
+    for number in range(3):
+        place = "/".join([before, *[long] * 10])
+        entries += [directory(place), link(f"l{number}", place)]
+        before = f"l{number}"
+    await refused(arena, tmp_path / "long", "leads to more than 4095 bytes", packed(*entries))
+
+
 @pytest.mark.control
 async def test_control_without_the_bound_they_are(
     arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extract, "_PROGRAM", extract._PROGRAM.replace("4095, 256", "4095, 2000"))
-    made = await unpacked(arena, tmp_path, packed(directory("d/" * 900)))
-    subprocess.run(["rm", "-rf", str(made / "d")], check=True)
+    monkeypatch.setattr(extract, "_PROGRAM", extract._PROGRAM.replace("4095, 256", "40950, 4000"))
+    made = await unpacked(arena, tmp_path, hops())
+    deepest = subprocess.run(["find", made, "-printf", "%d\\n"], capture_output=True, text=True, check=True).stdout
+    subprocess.run(["rm", "-rf", made / "base"], check=True)
+    assert max(map(int, deepest.split())) > 2000
+
+
+async def test_what_is_deeper_all_the_same_is_removed_and_in_nobodys_way(arena: Arena, tmp_path: Path) -> None:
+    store = arena.driver._layers
+    layer = store.begin()
+    place = os.open(layer.path, os.O_RDONLY)
+    for _ in range(2000):
+        os.mkdir("d", 0o700, dir_fd=place)
+        inner = os.open("d", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = inner
+    os.close(place)
+    store.name(ImageInfo(name="deep", base="deep", created_at=1.0), (layer.id,))
+    layer.close()
+    with pytest.raises(SandlotError, match="too deep to be exported"):
+        async for _ in arena.node.export_image("deep"):
+            pass
+    await arena.node.delete_image("deep")
+    await unpacked(arena, tmp_path, packed(directory("etc")), name="next")
+    await arena.node.delete_image("next")
+    left = [str(path) for path in store.directory.rglob("*") if path.name != "layers"]
+    assert left == []
 
 
 async def test_what_is_said_about_one_entry_is_bounded(arena: Arena, tmp_path: Path) -> None:
     for number, kind in enumerate((tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE)):
         layer = _header(type=kind, size=b"77777777777\0")  # 8 GB
         await refused(arena, tmp_path / str(number), "bytes about one entry", layer)
+
+
+async def test_what_is_said_about_all_entries_is_bounded(arena: Arena, tmp_path: Path) -> None:
+    words = tarfile.TarInfo.create_pax_global_header({f"comment{n}": "x" * 30_000 for n in range(2)})
+    await refused(arena, tmp_path, "about all its entries", words + words + bytes(1024))
+
+
+# What the node itself reads, where an image lies in a tar: as a program of its own, whose memory shows it.
+OPENED = """
+import resource, sys
+from pathlib import Path
+from sandlot.drivers.oci import archive
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    archive.opened(Path(sys.argv[1]))
+except Exception as error:
+    print(type(error).__name__)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def opened(file: Path) -> list[str]:
+    """How a tar is taken, and how many megabytes that took."""
+    done = subprocess.run(
+        [sys.executable, "-c", OPENED, str(file)], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout.split()
+
+
+def test_the_headers_of_a_tar_that_is_sent_take_little_of_the_node(tmp_path: Path) -> None:
+    comment = 200 << 20
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.XHDTYPE, comment
+    with (tmp_path / "words.tar").open("wb") as file:
+        file.write(header.tobuf(tarfile.USTAR_FORMAT) + b"%d comment=" % comment)
+        file.truncate(512 + comment + 1536)
+    assert int(opened(tmp_path / "words.tar")[-1]) < 30
+    layout = [entry(name, b"{}") for name in ("oci-layout", "index.json")]
+    members = tarfile.TarInfo("f").tobuf() * 1000
+    with (tmp_path / "members.tar").open("wb") as file:
+        file.write(packed(*layout)[: 4 * 512])
+        for _ in range(200):
+            file.write(members)
+        file.write(bytes(1024))
+    *said, megabytes = opened(tmp_path / "members.tar")
+    assert said == ["BadImage"]
+    assert int(megabytes) < 30
 
 
 def said(**words: str) -> bytes:
@@ -448,6 +541,23 @@ async def test_no_link_of_an_image_leads_a_volume_into_another(arena: Arena, tmp
             await (await arena.box(image="hostile", volumes=volumes)).close()
         assert intact(victim), number
         assert list(other.iterdir()) == [], number
+
+
+@pytest.mark.parametrize("user", ["\u00b2", "9" * 5000, "1:\u00b2"])
+async def test_a_user_that_is_none_is_said(arena: Arena, tmp_path: Path, user: str) -> None:
+    built = images.write_layout(tmp_path / "x", [packed(directory("etc"))], {"User": user})
+    with pytest.raises(BadImage, match="does not know"):
+        await arena.node.import_image("x", built.path)
+
+
+async def test_a_malformed_config_and_a_pipe_in_its_place_are_said_at_once(arena: Arena, tmp_path: Path) -> None:
+    built = images.write_layout(tmp_path / "nul", [packed(directory("etc"))], {"WorkingDir": "/a\0b"})
+    with pytest.raises(BadImage, match="working directory"):
+        await arena.node.import_image("nul", built.path)
+    pipe = packed(directory("etc"), entry("etc/passwd", kind=tarfile.FIFOTYPE))
+    built = images.write_layout(tmp_path / "pipe", [pipe], {"User": "app"})
+    with pytest.raises(BadImage, match="'app', whom its /etc/passwd does not know"):
+        await arena.node.import_image("pipe", built.path)
 
 
 async def test_the_user_of_an_image_is_looked_up_in_the_image(arena: Arena, tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ class _Builder:
                 config = await self._make_workdir(box, do, config)
             elif isinstance(do, User):
                 user, home = await self._who(box, do.name)
-                config = config.model_copy(update={"user": user, "home": home})
+                config = config.model_copy(update={"user": user, "group": None, "home": home})
             if not self._options.cache:
                 with suppress(NotFound):
                     await self._node.delete_image(STEP + what.key)

@@ -31,6 +31,7 @@ class Image:
     layers: tuple[str, ...] = ()  # what boxes wrote over `root`, one over the other, the last on top
     base: str = "host"  # the name of the image that `root` is
     config: ImageConfig = NO_CONFIG
+    losses: tuple[str, ...] = ()  # of the image's own, for every box that is made from it
 
     def facts(self) -> dict[str, Any]:
         """As JSON holds it."""

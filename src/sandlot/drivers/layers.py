@@ -17,10 +17,12 @@ Nobody but the node's user may enter `images/`, for a layer's set-id programs ar
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import fcntl
 import io
 import json
+import math
 import os
 import re
 import secrets
@@ -31,13 +33,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import IO, cast
 from urllib.parse import quote, unquote
 
+from sandlot import packing
 from sandlot.api import STEP, ImageInfo, is_reference
-from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, Unsupported
+from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, Unsupported, host_fault
 
 # Each layer is one more directory to look a name up in; the kernel takes many more, a program's start does not.
 MOST_LAYERS = 16
@@ -46,6 +47,9 @@ MOST_LAYERS = 16
 FORK = "fork-"
 # Neither they nor the steps of a build, which are named by a hash of all that made them, are listed.
 HIDDEN = (FORK, STEP)
+
+# What is left of a disk for others: a twentieth of what is free, at most so much (bytes).
+_MOST_LEFT = 1 << 30
 
 # How often who waits for another node's pull looks whether it is over (seconds).
 _LOOK_SECONDS = 0.2
@@ -62,6 +66,25 @@ _MARK = ".wh."
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 # A directory that is gone through and neither read nor, where it is a link, followed.
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What images may take of a disk, so that room is left for others."""
+
+    bytes: int
+    entries: float  # infinite where files are not counted
+    block: int  # bytes that the smallest file takes
+
+    @classmethod
+    def of(cls, directory: Path | str) -> Room:
+        """Raises OSError."""
+        found = os.statvfs(directory)
+        free = found.f_bavail * found.f_frsize
+        entries = found.f_favail - found.f_favail // 20 if found.f_files else math.inf
+        return cls(free - min(free // 20, _MOST_LEFT), entries, found.f_frsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +116,17 @@ class Layer:
     def downgrade(self) -> None:
         """From a writer's lock to a user's: for as long as this is open it cannot be removed."""
         fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def sync(self) -> None:
+        """Have its files on the disk before it has a name: else a host that loses power may keep the name and lose what
+        it stands for. Blocks. Raises HostFault."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if _libc.syncfs(fd) != 0:
+                number = ctypes.get_errno()
+                raise host_fault(OSError(number, os.strerror(number)), f"write {self.path} to the disk")
+        finally:
+            os.close(fd)
 
 
 class Layers:
@@ -147,22 +181,44 @@ class Layers:
             raise
         return fd
 
-    def use(self, snapshot: Snapshot) -> list[int]:
-        """Locks that keep its layers where they are. Raises NotFound when it is being deleted, HostFault."""
+    def use(self, snapshot: Snapshot, wait: bool = True) -> list[int]:
+        """Locks that keep its layers where they are. Raises NotFound when it is being deleted, HostFault; and, unless
+        it may `wait` until somebody has looked whether a layer is in use, BlockingIOError."""
         self._check_private()
         locks: list[int] = []
         try:
             for layer in snapshot.layers:
-                locks.append(self.lock(layer, fcntl.LOCK_SH))
+                locks.append(self._lock_to_use(layer, snapshot.info.name, wait))
                 if not self.layer_path(layer).is_dir():
                     raise NotFound(f"the image {snapshot.info.name} was deleted a moment ago")
-        except BaseException as error:
+        except BaseException:
             for fd in locks:
                 os.close(fd)
-            if isinstance(error, BlockingIOError):
-                raise NotFound(f"the image {snapshot.info.name} was deleted a moment ago") from error
             raise
         return locks
+
+    def wait_for(self, snapshot: Snapshot) -> None:
+        """Until `use` would not have to wait. Blocks, for a moment. Raises what it does."""
+        for fd in self.use(snapshot):
+            os.close(fd)
+
+    def _lock_to_use(self, layer: str, image: str, wait: bool) -> int:
+        try:
+            return self.lock(layer, fcntl.LOCK_SH)
+        except BlockingIOError:
+            if not wait:
+                raise
+        # Who removes a layer has seen, under its lock, that no image names it. Of one that is named somebody only looks
+        # whether it is in use: that takes a moment.
+        if not any(layer in each.layers for each in self.all()):
+            raise NotFound(f"the image {image} was deleted a moment ago")
+        fd = os.open(self._layers / f"{layer}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     async def only_one(self, name: str) -> int:
         """A descriptor that holds the lock of those who fetch an image of this name, once nobody else has it."""
@@ -188,7 +244,7 @@ class Layers:
 
     def name(self, info: ImageInfo, layers: tuple[str, ...], replace: bool = False) -> Snapshot:
         """Make an image of layers. Raises Conflict when there is one of that name that is not to be replaced; but a
-        built one takes the place of an older one, unless that is the same: then it stays."""
+        built one takes the place of an older one, unless that is the same: then it stays. Raises HostFault."""
         text = json.dumps({"info": info.model_dump(), "layers": layers})
         path = self._file(info.name)
         unfinished = self.directory / f".{secrets.token_hex(8)}"
@@ -210,9 +266,9 @@ class Layers:
                         return older
                     unfinished.replace(path)
                     return Snapshot(info, layers)
-            raise Conflict(
-                f"there is an image {info.name} already", "choose another name, or delete that one first"
-            ) from None
+            raise taken(info.name) from None
+        except OSError as error:
+            raise host_fault(error, f"write down the image {info.name} in {self.directory}") from error
         finally:
             unfinished.unlink(missing_ok=True)
         return Snapshot(info, layers)
@@ -258,7 +314,7 @@ class Layers:
 
     def unused(self) -> list[str]:
         """Layers that no image names. An image without a name that nobody stands on is a dead node's and goes first,
-        and so does what a node was killed over while it named one."""
+        and so does what a node was killed over while it fetched or named one."""
         if not self._layers.is_dir():
             return []
         for path in self.directory.glob(".*"):
@@ -266,6 +322,9 @@ class Layers:
                 with suppress(OSError):
                     if time.time() - path.stat().st_mtime > _UNFINISHED_SECONDS:
                         path.unlink()
+        for path in self.directory.glob("*.lock"):
+            with suppress(OSError):
+                self._remove_lock(path)
         for each in self.all():
             if each.info.name.startswith(FORK):
                 with suppress(BlockingIOError, NotFound):
@@ -273,6 +332,16 @@ class Layers:
                     self.delete(each.info.name)
         named = {layer for each in self.all() for layer in each.layers}
         return [path.stem for path in self._layers.glob("*.lock") if path.stem not in named]
+
+    def _remove_lock(self, path: Path) -> None:
+        """That of a name which nobody fetches any more. Raises BlockingIOError: somebody does."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.stat().st_ino == os.fstat(fd).st_ino:
+                path.unlink()
+        finally:
+            os.close(fd)
 
     def idle(self) -> list[ImageInfo]:
         """Those that can be had again and on which no box stands: a build's steps, and the pulled images on which no
@@ -290,7 +359,8 @@ class Layers:
         return idle
 
     def drop(self, layer: str) -> bool:
-        """Remove a layer that no image names. False: a box stands on it. Raises OSError when its files resist."""
+        """Remove a layer that no image names. False: a box stands on it. Raises OSError when its files resist, and
+        RecursionError when its directories are too deep for this process, as a box can make them."""
         try:
             lock = self.lock(layer, fcntl.LOCK_EX)
         except BlockingIOError:
@@ -308,8 +378,12 @@ class Layers:
     def prune(self) -> None:
         """Remove what nothing needs. What resists stays, for a node with more rights."""
         for layer in self.unused():
-            with suppress(OSError):
+            with suppress(OSError, RecursionError):
                 self.drop(layer)
+
+
+def taken(name: str) -> Conflict:
+    return Conflict(f"there is an image {name} already", "choose another name, or delete that one first")
 
 
 def _read(name: str, text: str) -> Snapshot:
@@ -348,8 +422,8 @@ def _insist(_function: object, name: str, _error: object) -> None:
 
 def export(paths: list[Path], base: Path | None, out: int, root: int) -> None:
     """Layers, the lowest first, as one tar in the form of an OCI layer over `base` (None: over nothing). Of an ordinary
-    user (`root`; 0: ids are as the box saw them) that user's files are root's. Blocks. Raises OSError (EPIPE: nobody
-    reads), Unsupported for what cannot be read, or be said in this form."""
+    user (`root`; 0: ids are as the box saw them) that user's files are root's. Blocks. Raises BrokenPipeError (nobody
+    reads), HostFault, Unsupported for what cannot be read, or be said in this form."""
     tops = paths[::-1]
     over = base is not None
     try:
@@ -358,92 +432,30 @@ def export(paths: list[Path], base: Path | None, out: int, root: int) -> None:
                 for _, path in _merged(tops, "", below, over):
                     if path is not None:
                         _check_ours(path, root)
-            with (
-                os.fdopen(os.dup(out), "wb") as file,
-                tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar,
-            ):
+            with os.fdopen(os.dup(out), "wb") as file, packing.opened(file) as tar:
+                if not over:  # of a snapshot the directory itself says nothing
+                    packing.add(tar, tops[0], ".", root)
                 for name, path in _merged(tops, "", below, over):
                     if path is not None:
-                        _add(tar, path, name, root)
+                        packing.add(tar, path, name, root)
                     else:
                         mark = tarfile.TarInfo(name)
                         mark.mtime = int(time.time())
                         tar.addfile(mark, io.BytesIO())
     except PermissionError as error:
         raise unreadable(str(error.filename)) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise host_fault(error, f"read {error.filename or 'the files of the image'} or write the tar") from error
+        raise _too_deep(tops) from error
+    except RecursionError as error:
+        raise _too_deep(tops) from error
 
 
-def _add(tar: tarfile.TarFile, path: Path, name: str, root: int) -> None:
-    """One file. A file with holes goes as what is in it, and where: a few bytes may span a terabyte."""
-    what = path.lstat()
-    if not stat.S_ISREG(what.st_mode) or what.st_blocks * 512 >= what.st_size:
-        tar.add(path, name, recursive=False, filter=partial(_owned, root))
-        return
-    with path.open("rb") as file:
-        info = _owned(root, tar.gettarinfo(arcname=name, fileobj=file))
-        if not info.isreg():  # another name of a file that is in already
-            tar.addfile(info)
-            return
-        spans = list(_spans(file.fileno(), info.size))
-        numbers = [len(spans), *(number for span in spans for number in span)]
-        table = "".join(f"{number}\n" for number in numbers).encode()
-        table += bytes(-len(table) % tarfile.BLOCKSIZE)
-        # GNU's form, version 1.0: the table of what is where comes first in the data.
-        info.pax_headers = {
-            "GNU.sparse.major": "1",
-            "GNU.sparse.minor": "0",
-            "GNU.sparse.name": name,
-            "GNU.sparse.realsize": str(info.size),
-        }
-        # For who does not know the form. Short and plain: a long one would come as another header, after the true name.
-        info.name = "GNUSparseFile.0/" + re.sub(r"[^!-~]", "_", path.name)[:50]
-        info.size = len(table) + sum(length for _, length in spans)
-        tar.addfile(info, cast(IO[bytes], _Packed(table, file, spans)))
-
-
-def _spans(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a file holds data: offset and length. The last one is at its end, and may be empty."""
-    end = 0
-    while end < size:
-        try:
-            start = os.lseek(fd, end, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            break
-        end = min(os.lseek(fd, start, os.SEEK_HOLE), size)
-        if start < size:
-            yield start, end - start
-    yield size, 0
-
-
-class _Packed:
-    """The spans of a file one after the other, and a table before them, to be read."""
-
-    def __init__(self, table: bytes, file: IO[bytes], spans: list[tuple[int, int]]) -> None:
-        self._rest = table
-        self._chunks = _chunks(file, spans)
-
-    def read(self, size: int) -> bytes:
-        while len(self._rest) < size and (chunk := next(self._chunks, b"")):
-            self._rest += chunk
-        found, self._rest = self._rest[:size], self._rest[size:]
-        return found
-
-
-def _chunks(file: IO[bytes], spans: list[tuple[int, int]]) -> Iterator[bytes]:
-    for start, length in spans:
-        file.seek(start)
-        while length > 0 and (chunk := file.read(min(length, 1 << 16))):
-            length -= len(chunk)
-            yield chunk
-
-
-def _owned(root: int, info: tarfile.TarInfo) -> tarfile.TarInfo:
-    info.uname = info.gname = ""
-    if root:  # all is the user's own: it was checked
-        info.uid = info.gid = 0
-    return info
+def _too_deep(tops: list[Path]) -> Unsupported:
+    return Unsupported(f"directories in {tops[0]} are too deep to be exported", "pack them with `tar` in a sandbox")
 
 
 def _check_ours(path: Path, root: int) -> None:

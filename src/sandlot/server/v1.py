@@ -12,7 +12,7 @@ import pathlib
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
-from typing import Annotated, Any, TypeVar
+from typing import IO, Annotated, Any, TypeVar
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
@@ -44,12 +44,16 @@ from sandlot.api import (
     is_reference,
     to_json,
 )
-from sandlot.errors import NotFound, SandlotError, Unsupported, host_fault
+from sandlot.drivers.layers import Room, taken
+from sandlot.drivers.oci.archive import kept_as
+from sandlot.errors import HostFault, NotFound, SandlotError, Unsupported, host_fault
 from sandlot.server.volumes import AllowedVolumes
 
 router = APIRouter(prefix="/v1")
 
 T = TypeVar("T")
+
+_PIECE = 1 << 20  # bytes that are worth a thread's while
 
 _INFO = TypeAdapter(Info)
 _INFOS = TypeAdapter(list[Info])
@@ -283,14 +287,39 @@ async def image(node: Node, name: Name) -> Response:
 async def import_image(request: Request, node: Node, name: Name) -> Response:
     """Make an image of the request's body: a tar of an OCI layout, what `docker save` writes, a tar of a root file
     system."""
+    kept_as(name)
+    with suppress(NotFound):  # before all of it is sent
+        await node.image(name)
+        raise taken(name)
     try:
         with tempfile.TemporaryFile(dir=request.app.state.spool) as file:
-            async for piece in request.stream():
-                file.write(piece)
-            file.flush()
+            await _keep(request, file)
             return _json(_IMAGE, await node.import_image(name, pathlib.Path(f"/proc/self/fd/{file.fileno()}")), 201)
     except OSError as error:
         raise host_fault(error, "keep what was sent") from error
+
+
+async def _keep(request: Request, file: IO[bytes]) -> None:
+    """Write what is sent to a file, and leave room on its disk for others."""
+    room = Room.of(request.app.state.spool or tempfile.gettempdir()).bytes
+    waiting = bytearray()
+
+    async def write() -> None:
+        nonlocal room
+        room -= len(waiting)
+        if room < 0:
+            raise HostFault(
+                "there is no space left for the image that is sent", "free some there (`sandlot image prune`)"
+            )
+        await asyncio.to_thread(file.write, bytes(waiting))
+        waiting.clear()
+
+    async for piece in request.stream():
+        waiting += piece
+        if len(waiting) >= _PIECE:
+            await write()
+    await write()
+    await asyncio.to_thread(file.flush)
 
 
 @router.delete("/images/{name:path}", status_code=204)

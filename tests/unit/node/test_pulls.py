@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from sandlot.api import Ending, PullProgress, Run, SandboxSpec, Warm
-from sandlot.errors import BadImage, Conflict, Denied, HostFault, NotFound, Unsupported
+from sandlot.errors import BadImage, Conflict, Denied, HostFault, InvalidRequest, NotFound, Unsupported
 from sandlot.node.node import Node, local_node
 from tests.support import images
 from tests.support.images import Built, Front, Registry, Said
@@ -294,11 +294,27 @@ async def test_images_over_http(server: Server, registry: Registry, roots: Roots
         assert (made.kind, made.name) == ("imported", "mine")
         with pytest.raises(Conflict):
             await node.import_image("mine", tmp_path / "root.tar")
+        with (tmp_path / "endless.tar").open("wb") as file:
+            file.truncate(60 << 30)
+        async with asyncio.timeout(60):  # it is refused by its name, before it is sent
+            with pytest.raises(Conflict, match="an image mine already"):
+                await node.import_image("mine", tmp_path / "endless.tar")
+            with pytest.raises(InvalidRequest, match="cannot be the name"):
+                await node.import_image("Not A Name", tmp_path / "endless.tar")
         (tmp_path / "wrong").write_bytes(b"no image" * 1000)
         with pytest.raises(BadImage, match="it is no tar"):
             await node.import_image("wrong", tmp_path / "wrong")
         with pytest.raises(NotFound, match="cannot be read"):
             await node.import_image("wrong", tmp_path / "nothing")
+        sent = tmp_path / "directory"
+        (sent / "etc").mkdir(parents=True)
+        sent.chmod(0o711)
+        with (sent / "hole").open("wb") as file:
+            file.truncate(1 << 40)
+        assert (await node.import_image("sent", sent)).files == 3
+        (layer,) = (path for path in (tmp_path / "state/images/layers").glob("*/hole"))
+        assert layer.stat().st_size == 1 << 40
+        assert layer.parent.stat().st_mode & 0o777 == 0o711
         assert (await node.import_image("layout:1", roots["glibc"].path)).digest == roots["glibc"].manifest
         box = await node.create(SandboxSpec(image="layout:1"))
         assert (await node.run(box.id, sh("echo yes"))).stdout == "yes\n"

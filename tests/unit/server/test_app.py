@@ -4,13 +4,16 @@
 2. With a key nothing but /healthz answers without it; without one only programs of this machine get in, no web page.
 3. A body over the limit is refused, with a length or without.
 4. The routes of the first version exist and are in the OpenAPI document.
+5. An image that is sent leaves room on the server's disk for others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -197,3 +200,21 @@ async def test_the_document_names_every_route(http: httpx2.AsyncClient) -> None:
     assert {"SandboxSpec", "Run", "RunResult", "Info", "Upstream", "Capability"} <= set(
         document["components"]["schemas"]
     )
+
+
+async def test_an_image_that_is_sent_leaves_room_for_others(node: Node, tmp_path: Path) -> None:
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=8M", "none", str(spool)]
+    if os.geteuid() != 0 or subprocess.run(words, check=False, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount a small file system")
+    served, client = await client_of(create_app(node, spool=spool))
+    try:
+        answer = await client.put("/v1/images/large", content=bytes((8 << 20) - 4096))
+        assert "no space left for the image" in fault(answer, 507, "host_fault")
+        answer = await client.put("/v1/images/small", content=bytes(7 << 20))
+        assert "no root file system" in fault(answer, 422, "unsupported")
+    finally:
+        await client.aclose()
+        served.close()
+        subprocess.run(["umount", "--lazy", str(spool)], check=True)

@@ -11,7 +11,6 @@ import fcntl
 import os
 import resource
 import signal
-import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -30,7 +29,6 @@ from sandlot.api import (
     Profile,
     SandboxSpec,
     Volume,
-    is_reference,
 )
 from sandlot.drivers import layers
 from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Keeping, Progress, Remains, Spawn
@@ -49,7 +47,6 @@ from sandlot.drivers.oci import archive
 from sandlot.drivers.oci.manifest import Contents
 from sandlot.drivers.oci.reference import Reference, full
 from sandlot.errors import (
-    BadImage,
     Conflict,
     HostFault,
     InvalidRequest,
@@ -201,7 +198,7 @@ class NativeDriver:
         self._check_limits(spec, named, facts)
         with ExitStack() as until_started:
             image, snapshot = self._resolve(spec.image) if like is None else self._made_from(like)
-            locks = self._locks_of(snapshot, like)
+            locks = await self._locks_of(snapshot, like)
             for fd in locks:
                 until_started.callback(os.close, fd)
             group = self.cgroups.make(box_id, spec.limits)
@@ -232,7 +229,7 @@ class NativeDriver:
                         refused += (
                             f"file owners: files of a volume belong to nobody inside: {where} cannot map owners",
                         )
-                box.lose(losses(self._facts_of(named), spec, image.config, files is not None) + refused)
+                box.lose(losses(self._facts_of(named), spec, image.config, files is not None) + image.losses + refused)
             except BaseException:
                 await shielded(box.destroy(Ending.START_FAILED))
                 raise
@@ -260,9 +257,11 @@ class NativeDriver:
         info = snapshot.info
         paths = tuple(str(self._layers.layer_path(layer)) for layer in snapshot.layers)
         if snapshot.roots:
-            return Image(info.name, paths[0], layers=paths[1:], base=info.base, config=info.config), snapshot
-        base = self._images.resolve(info.base)
-        return replace(base, name=info.name, layers=paths, config=info.config), snapshot
+            base = Image(info.name, paths[0], base=info.base)
+            paths = paths[1:]
+        else:
+            base = self._images.resolve(info.base)
+        return replace(base, name=info.name, layers=paths, config=info.config, losses=info.losses), snapshot
 
     def _made_from(self, box: Box) -> tuple[Image, Snapshot | None]:
         """The same of a box that lives: whatever became of the name, its layers are there."""
@@ -326,7 +325,7 @@ class NativeDriver:
             if box.group.limits != spec.limits:  # each of a dozen writes to the kernel is dear here
                 self.cgroups.set(box.group, spec.limits)
             refused = self._check_kept(spec, named, box.group)
-            await box.claim(spec, keeping, losses(self.facts, spec, image.config) + refused)
+            await box.claim(spec, keeping, losses(self.facts, spec, image.config) + image.losses + refused)
 
     # -- adoption -------------------------------------------------------------------------------------------------
 
@@ -378,7 +377,7 @@ class NativeDriver:
             layers.check_name(name)
             with suppress(NotFound):
                 self._layers.find(name)
-                raise Conflict(f"there is an image {name} already", "choose another name, or delete that one first")
+                raise layers.taken(name)
         below = self._snapshot_of(box.image)
         roots = below.roots if below else 0
         over = below.layers[roots:] if below else ()
@@ -389,7 +388,7 @@ class NativeDriver:
             raise HostFault(f"a snapshot cannot be written: {error.strerror}", "is the disk full?") from error
         try:
             with ExitStack() as until_named:  # else, when the box ends before that, nobody needs what is below
-                for fd in self._locks_of(below, box):
+                for fd in await self._locks_of(below, box):
                     until_named.callback(os.close, fd)
                 sources = [self._layers.layer_path(each) for each in over] if flatten else []
                 copied = await box.copy_upper(layer.path, sources)
@@ -403,8 +402,11 @@ class NativeDriver:
                     files=copied.files + sum(each.files for each in older),
                     layers=len(kept) - roots,
                     config=config or box.image.config,
+                    losses=box.image.losses,
                 )
                 layer.downgrade()
+                if name is not None:  # one without does not outlive its node anyway
+                    await shielded(asyncio.to_thread(layer.sync))
                 await shielded(asyncio.to_thread(self._layers.name, info, kept))  # it waits for the disk
         except BaseException:
             layer.close()
@@ -416,10 +418,15 @@ class NativeDriver:
             layer.close()
         return info
 
-    def _locks_of(self, snapshot: Snapshot | None, box: Box | None) -> list[int]:
+    async def _locks_of(self, snapshot: Snapshot | None, box: Box | None) -> list[int]:
         """That keep an image's layers where they are. Those of a `box` are there, named or not, as long as it lives."""
         try:
-            return self._layers.use(snapshot) if snapshot else []
+            while snapshot is not None:
+                try:
+                    return self._layers.use(snapshot, wait=False)
+                except BlockingIOError:
+                    await asyncio.to_thread(self._layers.wait_for, snapshot)
+            return []
         except NotFound as error:
             if box is None:
                 raise
@@ -438,7 +445,8 @@ class NativeDriver:
         return Snapshot(ImageInfo(name=image.name, base=image.base, created_at=0.0), ids)
 
     async def images(self) -> list[ImageInfo]:
-        return [each.info for each in self._layers.all() if not each.info.name.startswith(layers.HIDDEN)]
+        found = await asyncio.to_thread(self._layers.all)
+        return [each.info for each in found if not each.info.name.startswith(layers.HIDDEN)]
 
     async def tag(self, image: str, name: str, config: ImageConfig | None = None) -> ImageInfo:
         layers.check_name(name)
@@ -467,7 +475,7 @@ class NativeDriver:
         return self._layers.find(full(name)).info
 
     async def idle_images(self) -> list[ImageInfo]:
-        return self._layers.idle()
+        return await asyncio.to_thread(self._layers.idle)
 
     async def pull(self, reference: str, progress: Progress) -> ImageInfo:
         from sandlot.drivers.oci.registry import Registry  # and with it all of HTTP
@@ -485,7 +493,7 @@ class NativeDriver:
             try:
                 found = await registry.manifest()
                 layers_of = [LayerProgress(digest=blob.digest, size=blob.size) for blob in found.layers]
-                if (same := self._layers.of_digest(found.digest)) is not None:
+                if (same := await asyncio.to_thread(self._layers.of_digest, found.digest)) is not None:
                     here = [each.model_copy(update={"fetched": each.size, "unpacked": True}) for each in layers_of]
                     progress.begin(here)
                     return await self._name_again(same, name)
@@ -498,25 +506,17 @@ class NativeDriver:
                 await shielded(registry.close())
 
     async def import_(self, name: str, path: Path, progress: Progress) -> ImageInfo:
-        if is_reference(name):
-            where = Reference.parse(name)
-            if where.digest:
-                raise InvalidRequest(f"{name} says what is in it by a digest", "give what you import a tag of its own")
-            name = str(where)
-        else:
-            layers.check_name(name)
+        name = archive.kept_as(name)
         async with self._fetching(name):
             with suppress(NotFound):
                 self._layers.find(name)
-                raise Conflict(f"there is an image {name} already", "choose another name, or delete that one first")
+                raise layers.taken(name)
             found = await asyncio.to_thread(archive.opened, path)
             try:
                 layers_of = [LayerProgress(digest=blob.digest, size=blob.size) for blob in found.blobs]
                 progress.begin([each.model_copy(update={"fetched": each.size}) for each in layers_of])
                 opened = [partial(asyncio.to_thread, each) for each in found.layers]
                 return await self._extract(name, "imported", found.digest, found.contents, opened, progress)
-            except tarfile.TarError as error:
-                raise BadImage(f"{path} is damaged: {error}", "was it copied whole?") from error
             finally:
                 found.close()
 
@@ -572,8 +572,10 @@ class NativeDriver:
                 config=found.config,
                 bytes=found.bytes,
                 files=found.entries,
+                losses=found.losses,
             )
             layer.downgrade()
+            await shielded(asyncio.to_thread(layer.sync))
             await shielded(asyncio.to_thread(self._layers.name, info, (layer.id,), kind == "pulled"))
         finally:
             layer.close()
@@ -610,10 +612,10 @@ class NativeDriver:
     async def prune(self) -> None:
         """Remove layers that neither an image nor a box needs. Files that belong to ids which are only lent to this
         user are removed by who has them: root in a box."""
-        for layer in self._layers.unused():
+        for layer in await asyncio.to_thread(self._layers.unused):
             try:
                 await asyncio.to_thread(self._layers.drop, layer)
-            except OSError:
+            except (OSError, RecursionError):
                 with suppress(SandlotError, OSError):
                     await self._remove_inside(layer)
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -24,10 +24,10 @@ from sandlot.aio import deadline, shielded
 from sandlot.api import Ending, ImageConfig, SandboxSpec, Volume
 from sandlot.drivers.base import Process, Progress, Spawn
 from sandlot.drivers.images import interpreter_prefix
-from sandlot.drivers.layers import Layer
+from sandlot.drivers.layers import Layer, Room
 from sandlot.drivers.oci import inflate, unpack
 from sandlot.drivers.oci.manifest import Contents
-from sandlot.errors import BadImage, HostFault, SandlotError, Unsupported
+from sandlot.errors import BadImage, HostFault, SandlotError, Unsupported, host_fault
 
 if TYPE_CHECKING:
     from sandlot.drivers.native.box import NativeBox
@@ -39,8 +39,6 @@ SETTLE_SECONDS = 30.0
 
 # The largest images that people train on hold some hundred thousand.
 MOST_ENTRIES = 4_000_000
-# What is left of a disk for others: a twentieth, at most so much (bytes).
-MOST_LEFT = 1 << 30
 
 # The default of 64 kB would wake two processes sixteen times as often.
 _PIPE_BYTES = 1 << 20
@@ -51,10 +49,33 @@ _PROGRAM = Path(unpack.__file__).read_text()
 
 @dataclass(slots=True)
 class Bounds:
-    """What is left of what an image may unpack to. `bytes` None: as much as the disk has room for."""
+    """What an image may unpack to. `bytes` None: as much as the disk has room for, of files too."""
 
     entries: int = MOST_ENTRIES
     bytes: int | None = None
+
+
+@dataclass(slots=True)
+class _Left:
+    """What is left of that for the layers to come. `full`: the bounds that are the disk's, not the driver's."""
+
+    entries: int
+    bytes: int
+    block: int
+    full: frozenset[str]
+
+    @classmethod
+    def of(cls, bounds: Bounds, layer: Layer, progress: Progress) -> _Left:
+        room = Room.of(layer.path)
+        # What is still to be fetched will lie on the same disk, packed.
+        packed = sum(each.size - each.fetched for each in progress.seen().layers)
+        few = room.entries < bounds.entries
+        return cls(
+            int(min(room.entries, bounds.entries)),
+            max(room.bytes - packed, 0) if bounds.bytes is None else bounds.bytes,
+            room.block,
+            frozenset({"bytes"} if bounds.bytes is None else ()) | frozenset({"entries"} if few else ()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +85,7 @@ class Extracted:
     config: ImageConfig
     entries: int
     bytes: int
+    losses: tuple[str, ...]  # what is not as the image says, as `Info.losses` says it
 
 
 async def extract(
@@ -78,31 +100,37 @@ async def extract(
 ) -> Extracted:
     """Unpack an image's layers, from the lowest up, over one another into the directory of `layer`, each when it is its
     `turn`. Raises BadImage, Unsupported (owners cannot be written), HostFault (the disk is full)."""
-    room = os.statvfs(layer.path)
-    free = room.f_bavail * room.f_frsize
-    left = Bounds(bounds.entries, free - min(free // 20, MOST_LEFT) if bounds.bytes is None else bounds.bytes)
-    if contents.diff_ids and len(contents.diff_ids) != len(layers):
+    left = _Left.of(bounds, layer, progress)
+    if contents.diff_ids is not None and len(contents.diff_ids) != len(layers):
         raise BadImage(f"{what} has {len(layers)} layers, and its config names {len(contents.diff_ids)}")
     volume = Volume(source=str(layer.path), target=_TARGET, read_only=False)
     box = await driver.create(f"unpack-{layer.id}", SandboxSpec(volumes=(volume,)), frozenset())
-    entries = size = 0
+    entries = size = nobodys = 0
     try:
         for index, opened in enumerate(layers):
             name = f"layer {index + 1} of {len(layers)} of {what}"
             packed = await opened()
             async with turn, deadline(UNPACK_SECONDS, f"unpacking {name}"):
-                options = {"entries": left.entries, "bytes": left.bytes, "first": index == 0}
+                options = {
+                    "entries": left.entries,
+                    "bytes": left.bytes,
+                    "block": left.block,
+                    "first": index == 0,
+                }
                 diff_id = contents.diff_ids[index] if contents.diff_ids else None
-                found = await _feed(box, packed, options, diff_id, name, bounds.bytes is None)
-            left = Bounds(left.entries - found["entries"], (left.bytes or 0) - found["bytes"])
+                found = await _feed(box, packed, options, diff_id, name, left.full)
+            left.entries -= found["entries"]
+            left.bytes -= found["taken"]
             entries, size = entries + found["entries"], size + found["bytes"]
+            nobodys += found["nobodys"]
             progress.unpacked(index)
         async with deadline(SETTLE_SECONDS, f"looking for the user of {what}"):
             words = {"user": contents.user, "workdir": contents.config.workdir}
-            found = await _run(box, words, None, what, False)
+            who = await _run(box, words, None, what)
     finally:
         await shielded(_end(box))
-    return Extracted(contents.config.model_copy(update={"user": found["user"], "home": found["home"]}), entries, size)
+    lost = f"file owners: {nobodys} files of the image belong to ids above {unpack.MOST_ID}, and are nobody's"
+    return Extracted(contents.config.model_copy(update=who), entries, size, (lost,) if nobodys else ())
 
 
 async def _end(box: NativeBox) -> None:
@@ -110,10 +138,14 @@ async def _end(box: NativeBox) -> None:
 
 
 async def _feed(
-    box: NativeBox, packed: BinaryIO, options: dict[str, Any], diff_id: str | None, what: str, full: bool
+    box: NativeBox, packed: BinaryIO, options: dict[str, Any], diff_id: str | None, what: str, full: frozenset[str]
 ) -> dict[str, Any]:
     """Unpack one layer, and close it."""
-    read, write = os.pipe2(os.O_CLOEXEC)
+    try:
+        read, write = os.pipe2(os.O_CLOEXEC)
+    except OSError as error:
+        packed.close()
+        raise host_fault(error, f"unpack {what}") from error
     with suppress(OSError):  # an ordinary user's pipes may be as large as they may be
         fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     feeding = asyncio.ensure_future(asyncio.to_thread(_pump, packed, write, diff_id, what))
@@ -155,8 +187,10 @@ def _pump(packed: BinaryIO, out: int, diff_id: str | None, what: str) -> None:
             raise BadImage(f"{what} has the digest sha256:{digest.hexdigest()}, and should have {diff_id}")
 
 
-async def _run(box: NativeBox, options: dict[str, Any], stdin: int | None, what: str, full: bool) -> dict[str, Any]:
-    """The answer of the program in the box; `stdin` is closed."""
+async def _run(
+    box: NativeBox, options: dict[str, Any], stdin: int | None, what: str, full: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """The answer of the program in the box; `stdin` is closed, whatever happens, for somebody writes to it."""
     argv = (
         f"{interpreter_prefix()}/bin/python3",
         "-I",
@@ -168,24 +202,25 @@ async def _run(box: NativeBox, options: dict[str, Any], stdin: int | None, what:
         _TARGET,
         json.dumps(options),
     )
-    answer = os.memfd_create("unpack", os.MFD_CLOEXEC)
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with ExitStack() as until_read:
         try:
-            process = await box.spawn(
-                Spawn(argv, {"PATH": "/usr/bin:/bin"}, "/"), null if stdin is None else stdin, answer, answer
-            )
-        finally:
-            os.close(null)
-            if stdin is not None:
-                os.close(stdin)
+            with ExitStack() as until_spawned:
+                if stdin is not None:
+                    until_spawned.callback(os.close, stdin)
+                answer = os.memfd_create("unpack", os.MFD_CLOEXEC)
+                until_read.callback(os.close, answer)
+                null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                until_spawned.callback(os.close, null)
+                process = await box.spawn(
+                    Spawn(argv, {"PATH": "/usr/bin:/bin"}, "/"), null if stdin is None else stdin, answer, answer
+                )
+        except OSError as error:
+            raise host_fault(error, f"unpack {what}") from error
         try:
             ended = await process.wait()
         finally:
             await shielded(_stop(process))
         text = os.pread(answer, _MOST_ANSWER, 0).decode("utf-8", "replace")
-    finally:
-        os.close(answer)
     try:
         found: dict[str, Any] = json.loads(text)
     except ValueError:
@@ -202,8 +237,8 @@ async def _stop(process: Process) -> None:
     await process.release()
 
 
-def _error(kind: str, said: str, what: str, full: bool) -> SandlotError:
-    if kind == "space" or (kind == "bytes" and full):
+def _error(kind: str, said: str, what: str, full: frozenset[str]) -> SandlotError:
+    if kind == "space" or kind in full:
         return HostFault(
             f"there is no space left to unpack {what}",
             "free some (`sandlot image prune`), or use another state directory",

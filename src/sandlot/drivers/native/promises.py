@@ -182,4 +182,9 @@ def losses(facts: Facts, spec: SandboxSpec, config: ImageConfig = NO_CONFIG, on_
         found.append("files: what is mounted below a read-only volume can be written (Linux before 5.12)")
     if config.user and facts.ids == "one":
         found.append(f"user: the image's user is {config.user}, and commands run as 0, the only one that there is")
+    elif config.group not in (None, config.user or 0):
+        found.append(
+            f"user: the image gives its user {config.user or 0} the group {config.group}, and commands run with the "
+            f"group {config.user or 0}"
+        )
     return tuple(found)

@@ -1,46 +1,67 @@
 """Images in files of this host: an OCI layout, what `docker save` writes, a root file system; or a tar of either.
 
 What a file is, is seen in it. Its manifest and config are checked by digest; its layers by the digests of their tars,
-while they are unpacked. Nothing is extracted here.
+while they are unpacked. Nothing is extracted here. Of a stranger's tar that holds an image only the headers are read,
+and what they say is bounded: how many members, how many words.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import posixpath
+import stat
 import tarfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-from sandlot.api import NO_CONFIG
-from sandlot.drivers.oci import manifest
+from sandlot import packing
+from sandlot.api import NO_CONFIG, is_reference
+from sandlot.drivers import layers
+from sandlot.drivers.oci import manifest, unpack
 from sandlot.drivers.oci.manifest import Blob, Contents
+from sandlot.drivers.oci.reference import Reference
 from sandlot.errors import BadImage, InvalidRequest, NotFound
 
 Open = Callable[[], BinaryIO]
 
 # What is a root file system has one of these. Anything else that is a directory is most likely a mistake.
 _ROOTS = ("bin", "etc", "lib", "usr", "sbin", "root", "home", "var")
+# `docker save` of old has four members for each layer. A root file system has far more, and is not looked at further.
+_MOST_MEMBERS = 8 * manifest.MOST_LAYERS
+# Bytes that headers say beside names that are short.
+_MOST_WORDS = 4 << 20
+# The first link of those that say where a member is, to the last.
+_MOST_LINKS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An image in files: `layers` open each layer from the lowest up. Without `diff_ids` nobody knows what they should
-    be. `closing` is open as long as they are used."""
+    """An image in files: `layers` open each layer from the lowest up. `closing` is open as long as they are used."""
 
     contents: Contents
     layers: tuple[Open, ...]
     blobs: tuple[Blob, ...]
     digest: str | None = None
-    closing: list[BinaryIO | tarfile.TarFile] = field(default_factory=list)
+    closing: list[BinaryIO] = field(default_factory=list)
 
     def close(self) -> None:
         for each in self.closing:
             each.close()
+
+
+def kept_as(name: str) -> str:
+    """The full name under which an import is kept. Raises InvalidRequest."""
+    if not is_reference(name):
+        layers.check_name(name)
+        return name
+    where = Reference.parse(name)
+    if where.digest:
+        raise InvalidRequest(f"{name} says what is in it by a digest", "give what you import a tag of its own")
+    return str(where)
 
 
 def opened(path: Path) -> Archive:
@@ -49,6 +70,8 @@ def opened(path: Path) -> Archive:
     try:
         if path.is_dir():
             return _of_layout(what, lambda name: (path / name).open("rb")) if _is_layout(path) else _of_directory(path)
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InvalidRequest(f"{what} is neither a file nor a directory")
         with path.open("rb") as file:
             packed = file.read(4)
         if packed[:2] == b"\x1f\x8b" or packed == b"\x28\xb5\x2f\xfd":
@@ -66,7 +89,7 @@ def _named(path: Path) -> str:
 
 
 def _is_layout(path: Path) -> bool:
-    return (path / "index.json").is_file() and (path / "blobs").is_dir()
+    return (path / "index.json").is_file() and (path / "oci-layout").is_file()
 
 
 def _of_layout(what: str, find: Callable[[str], BinaryIO]) -> Archive:
@@ -83,7 +106,10 @@ def _of_layout(what: str, find: Callable[[str], BinaryIO]) -> Archive:
         document = manifest.decoded(file.read(manifest.MOST_BYTES), f"the index of {what}")
     digest = ""
     for _ in range(8):  # an index may name an index
-        if not digest and len([each for each in document["manifests"] if "platform" not in each]) > 1:
+        entries = document.get("manifests") if not digest else ()
+        if not isinstance(entries, list | tuple):
+            raise BadImage(f"the index of {what} names no manifests")
+        if len([each for each in entries if isinstance(each, dict) and "platform" not in each]) > 1:
             raise InvalidRequest(f"{what} holds several images", "`skopeo copy` one of them into a layout of its own")
         inner = manifest.chosen(document, what)
         if inner is None:
@@ -91,73 +117,149 @@ def _of_layout(what: str, find: Callable[[str], BinaryIO]) -> Archive:
         digest, document = inner.digest, manifest.decoded(read(inner), what)
     found = manifest.manifest(document, digest, what)
     contents = manifest.contents(manifest.decoded(read(found.config), what), what)
+    _check_count(what, contents, len(found.layers))
     return Archive(contents, tuple(blob(each) for each in found.layers), found.layers, digest)
+
+
+def _check_count(what: str, contents: Contents, count: int) -> None:
+    if contents.diff_ids is None or len(contents.diff_ids) != count:
+        raise BadImage(f"{what} has {count} layers, and its config names {len(contents.diff_ids or ())}")
+
+
+class _Members(unpack.Layer):
+    """The headers of a tar that can be read here and there."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._end = os.fstat(file.fileno()).st_size
+        super().__init__(file, self._end + unpack.BLOCK)
+        self._words = 0
+
+    def skip(self, size: int) -> None:
+        if self.file.tell() + size > self._end:
+            raise unpack.Refused("it breaks off in the middle")
+        self.file.seek(size, os.SEEK_CUR)
+
+    def words(self, size: int) -> bytes:
+        self._words += size
+        if self._words > _MOST_WORDS:
+            raise unpack.Refused(f"its headers say more than {_MOST_WORDS} bytes")
+        return super().words(size)
+
+
+class _Tar:
+    """A tar of which the first members are known: where they are, and how long. To be closed."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._what = what
+        self.file: BinaryIO = path.open("rb")
+        self.failed = ""  # why the rest is not known
+        self._found: dict[str, tuple[int, int]] = {}
+        self._links: dict[str, str] = {}
+        try:
+            self._look()
+        except unpack.Refused as error:
+            self.failed = str(error)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def _look(self) -> None:
+        layer = _Members(self.file)
+        for info, about, _ in unpack.entries(layer):
+            if len(self._found) + len(self._links) >= _MOST_MEMBERS or info.type == tarfile.GNUTYPE_SPARSE:
+                return  # no tool makes an image so
+            name = posixpath.normpath(info.name).lstrip("/")
+            plain = info.type in unpack.FILES and not any(word.startswith("GNU.sparse.") for word in about)
+            self._links.pop(name, None)
+            self._found[name] = (self.file.tell(), info.size) if plain else (0, -1)
+            if info.type == tarfile.SYMTYPE:
+                self._links[name] = posixpath.normpath(posixpath.join(posixpath.dirname(name), info.linkname))
+            elif info.type == tarfile.LNKTYPE:
+                self._links[name] = posixpath.normpath(info.linkname).lstrip("/")
+            layer.skip(info.size + -info.size % unpack.BLOCK if info.type in unpack.FILES else 0)
+
+    @property
+    def kind(self) -> str:
+        """The file that says what image it is; "": it is none that is known. A root file system may have such files."""
+        if "oci-layout" in self._found and "index.json" in self._found:
+            return "index.json"
+        roots = {name.partition("/")[0] for name in self._found}
+        return "manifest.json" if "manifest.json" in self._found and roots.isdisjoint(_ROOTS) else ""
+
+    def _where(self, name: str) -> tuple[int, int]:
+        """Where a member is, and how long. Raises BadImage."""
+        found = posixpath.normpath(name)
+        for _ in range(_MOST_LINKS):  # `docker save` of old has a link for a layer that it has already
+            found = self._links.get(found, found)
+        if found not in self._found:
+            why = f": {self.failed}" if self.failed else ""
+            raise BadImage(f"{self._what} has no {name}, which it names itself{why}", "was it copied whole?")
+        place, size = self._found[found]
+        if size < 0:
+            raise BadImage(f"in {self._what} {name} is no file")
+        return place, size
+
+    def size(self, name: str) -> int:
+        return self._where(name)[1]
+
+    def find(self, name: str) -> BinaryIO:
+        """A member, to be read while this is open. Raises BadImage."""
+        return io.BufferedReader(_Part(self.file.fileno(), *self._where(name)), 1 << 20)
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file, which several may read at a time."""
+
+    def __init__(self, fd: int, start: int, size: int) -> None:
+        self._fd, self._at, self._end = fd, start, start + size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: self._end - self._at]
+        count = os.preadv(self._fd, [view], self._at) if view else 0
+        self._at += count
+        return count
 
 
 def _of_members(path: Path) -> Archive | None:
     """A tar that holds a layout or what `docker save` writes; None: it is another tar, or none."""
     what = _named(path)
+    tar = _Tar(path, what)
     try:
-        tar = tarfile.open(path, "r:")  # noqa: SIM115  (open as long as its layers are read)
-    except tarfile.TarError:
-        return None
-
-    def find(name: str) -> BinaryIO:
-        try:
-            found = tar.extractfile(name)
-        except KeyError:
-            raise BadImage(f"{what} has no {name}, which it names itself") from None
-        if found is None:
-            raise BadImage(f"in {what} {name} is no file")
-        return cast(BinaryIO, found)
-
-    try:
-        names = _first_names(tar)
-        if "index.json" in names:
-            made = _of_layout(what, find)
-        elif "manifest.json" in names:
-            made = _of_docker(what, tar, find)
-        else:
-            tar.close()
+        if not tar.kind:
+            tar.file.close()
             return None
-    except tarfile.TarError as error:
-        raise BadImage(f"{what} is damaged: {error}", "was it copied whole?") from error
-    made.closing.append(tar)
+        made = _of_layout(what, tar.find) if tar.kind == "index.json" else _of_docker(what, tar)
+    except BaseException:
+        tar.file.close()
+        raise
+    made.closing.append(tar.file)
     return made
 
 
-def _first_names(tar: tarfile.TarFile) -> set[str]:
-    """Names in a tar. Of a root file system only some: it has far more members than an image has parts."""
-    names: set[str] = set()
-    while len(names) < 4 * manifest.MOST_LAYERS and (member := tar.next()) is not None:
-        names.add(member.name.removeprefix("./"))
-    return names
-
-
-def _of_docker(what: str, tar: tarfile.TarFile, find: Callable[[str], BinaryIO]) -> Archive:
-    with find("manifest.json") as file:
+def _of_docker(what: str, tar: _Tar) -> Archive:
+    with tar.find("manifest.json") as file:
         images = manifest.decoded(b'{"images":' + file.read(manifest.MOST_BYTES) + b"}", what)["images"]
     try:
         (image,) = images
-        config, layers = str(image["Config"]), [str(each) for each in image["Layers"]]
+        config, names = str(image["Config"]), [str(each) for each in image["Layers"]]
     except (ValueError, TypeError, KeyError):
         count = len(images) if isinstance(images, list) else 0
         raise InvalidRequest(
             f"{what} holds {count} images", "`docker save` one at a time: each has a name of its own here"
         ) from None
-    with find(config) as file:
+    with tar.find(config) as file:
         contents = manifest.contents(manifest.decoded(file.read(manifest.MOST_BYTES), what), what)
-    if len(contents.diff_ids) != len(layers):
-        raise BadImage(f"{what} has {len(layers)} layers, and its config names {len(contents.diff_ids)}")
-    blobs = tuple(
-        Blob(diff_id, tar.getmember(name).size) for name, diff_id in zip(layers, contents.diff_ids, strict=True)
-    )
-    return Archive(contents, tuple(partial(find, name) for name in layers), blobs)
+    _check_count(what, contents, len(names))
+    blobs = tuple(Blob(*each) for each in zip(contents.diff_ids or (), map(tar.size, names), strict=True))
+    return Archive(contents, tuple(partial(tar.find, name) for name in names), blobs)
 
 
 def _of_tar(path: Path) -> Archive:
     """A tar of a root file system."""
-    contents = Contents(NO_CONFIG, "", ())
+    contents = Contents(NO_CONFIG, "", None)
     return Archive(contents, (lambda: path.open("rb"),), (Blob("", path.stat().st_size),))
 
 
@@ -167,39 +269,4 @@ def _of_directory(path: Path) -> Archive:
         raise InvalidRequest(
             f"{path} is no root file system and no image: it has no {', '.join(_ROOTS[:4])}, and no index.json"
         )
-    return Archive(Contents(NO_CONFIG, "", ()), (lambda: tar_of(path),), (Blob("", 0),))
-
-
-def tar_of(path: Path) -> BinaryIO:
-    """A directory as a tar, written by a thread while it is read."""
-    read, write = os.pipe2(os.O_CLOEXEC)
-
-    def work() -> None:
-        try:
-            with (
-                os.fdopen(write, "wb") as out,
-                tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar,
-            ):
-                for each in sorted(path.iterdir()):
-                    tar.add(each, each.name)
-                tar.addfile(tar.gettarinfo(path, "."))
-        except BrokenPipeError:
-            pass
-        except OSError as error:
-            reading.failed = error
-
-    reading = _Reading(read)
-    threading.Thread(target=work, name="sandlot-tar", daemon=True).start()
-    return io.BufferedReader(reading, 1 << 20)
-
-
-class _Reading(io.FileIO):
-    """The end of a pipe whose writer may have failed: that is told at its end."""
-
-    failed: OSError | None = None
-
-    def readinto(self, buffer: Any) -> int | None:
-        count = super().readinto(buffer)
-        if count == 0 and self.failed is not None:
-            raise self.failed
-        return count
+    return Archive(Contents(NO_CONFIG, "", None), (lambda: packing.packed(path),), (Blob("", 0),))

@@ -62,7 +62,7 @@ class Contents:
 
     config: ImageConfig
     user: str
-    diff_ids: tuple[str, ...]  # digests of the layers' tars
+    diff_ids: tuple[str, ...] | None  # digests of the layers' tars; None: there is no config, and nobody knows them
 
 
 def checked(data: bytes, digest: str, what: str) -> bytes:

@@ -14,7 +14,6 @@ import base64
 import hashlib
 import ipaddress
 import json
-import os
 import re
 import socket
 import ssl
@@ -29,6 +28,7 @@ import httpx2
 
 from sandlot.aio import deadline
 from sandlot.drivers.base import Progress
+from sandlot.drivers.layers import Room
 from sandlot.drivers.oci import hosts, logins, manifest
 from sandlot.drivers.oci.hosts import Place
 from sandlot.drivers.oci.manifest import Blob, Contents, Manifest
@@ -124,8 +124,7 @@ class Registry:
     def start(self, progress: Progress) -> None:
         """Begin to fetch the layers. Raises HostFault: there is no room for them."""
         size = sum(blob.size for blob in self.blobs)
-        room = os.statvfs(self._directory)
-        free = room.f_bavail * room.f_frsize
+        free = Room.of(self._directory).bytes
         if size > free:
             raise HostFault(
                 f"{self._reference} is {size} bytes packed, and {self._directory} has room for {free}",

@@ -1,12 +1,14 @@
 """Writes a layer into a directory: a program that is run in a box, by the interpreter of the host's image.
 
-    python3 unpack.py DIRECTORY OPTIONS < LAYER.tar     {"entries", "bytes", "first"}  → {"entries", "bytes"}
-    python3 unpack.py DIRECTORY OPTIONS                 {"user", "workdir"}            → {"user", "home"}
+    python3 unpack.py DIRECTORY OPTIONS < LAYER.tar
+        {"entries", "bytes", "block", "first"} → {"entries", "bytes", "taken", "nobodys"}
+    python3 unpack.py DIRECTORY OPTIONS
+        {"user", "workdir"} → {"user", "group", "home"}
 
 It changes its root to the directory first: whatever a name or a link in a layer says, it leads to somewhere in there.
-What it reads comes from a stranger, so it has bounds on entries, on bytes, on how deep directories go and how long what
-is said about one entry is. It answers with one line of JSON; {"error", "kind"} when it cannot go on. Nothing of Sandlot
-is imported, for nothing of it is there.
+What it reads comes from a stranger, so it has bounds on entries, on bytes, on how deep directories really go, links
+followed, and on how much is said about entries. It answers with one line of JSON; {"error", "kind"} when it cannot go
+on. Nothing of Sandlot is imported, for nothing of it is there. `archive.py` reads headers with it.
 
 A mark `.wh.NAME` takes NAME of the layers below away, `.wh..wh..opq` all that they have in its directory; what this
 layer has there stays, whichever comes first. Devices are left out: nobody could make one in a box.
@@ -34,6 +36,7 @@ BLOCK = tarfile.BLOCKSIZE
 # A path is as long as the kernel takes one; directories are as deep as whoever removes them can go.
 MOST_PATH, MOST_DEPTH = 4095, 256
 MOST_WORDS = 1 << 20  # bytes of what is said about one entry
+MOST_SHARED = 1 << 16  # bytes of what is said about all that follow: each of them is looked up in it
 MOST_ID = 65_535
 NOBODY = 65_534
 LATEST = 1 << 33  # seconds: times beyond are no times
@@ -47,7 +50,8 @@ NOT_HAD = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSPC, errno.E2BIG, errno.ERANG
 
 
 class Refused(Exception):
-    """`kind`: bad (the layer), bound, bytes (too much of it), space (on the disk), owners (they cannot be written)."""
+    """`kind`: bad (the layer), bound, bytes or entries (too many of it), space (on the disk), owners (they cannot be
+    written)."""
 
     def __init__(self, error: str, kind: str = "bad") -> None:
         super().__init__(error)
@@ -55,16 +59,22 @@ class Refused(Exception):
 
 
 class Layer:
-    """The tar as it comes, counted."""
+    """The tar as it comes, counted: its bytes, and what is taken on the disk, which is never less."""
 
     def __init__(self, file: BinaryIO, most: int) -> None:
         self.file = file
         self.most = most
         self.bytes = 0
+        self.more = 0
 
     def count(self, size: int) -> None:
         self.bytes += size
-        if self.bytes > self.most:
+        self.take(0)
+
+    def take(self, size: int) -> None:
+        """On the disk, beyond the bytes of the tar."""
+        self.more += size
+        if self.bytes + self.more > self.most:
             raise Refused(f"it unpacks to more than {self.most} bytes", "bytes")
 
     def exactly(self, size: int) -> bytes:
@@ -90,15 +100,16 @@ class Layer:
 def records(data: bytes) -> About:
     """The pairs of a pax header."""
     found: About = {}
-    while data.strip(b"\0"):
-        length = data.partition(b" ")[0]
-        if not length.isdigit() or not len(length) + 3 <= int(length) <= len(data):
-            raise Refused("a header of it is malformed")
-        word, equals, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
-        if not equals or data[int(length) - 1 : int(length)] != b"\n":
+    at, end = 0, len(data.rstrip(b"\0"))
+    while at < end:
+        space = data.find(b" ", at, at + 8)
+        length = data[at:space] if space > at else b""
+        after = at + int(length) if length.isdigit() else 0
+        word, equals, value = data[space + 1 : after - 1].partition(b"=")
+        if not at < after <= len(data) or not equals or data[after - 1 : after] != b"\n":
             raise Refused("a header of it is malformed")
         found[word.decode("utf-8", "surrogateescape")] = value
-        data = data[int(length) :]
+        at = after
     return found
 
 
@@ -107,6 +118,7 @@ def entries(layer: Layer) -> Iterator[tuple[tarfile.TarInfo, About, bytes]]:
     shared: About = {}
     said: About = {}
     long: dict[str, str] = {}
+    left = MOST_SHARED
     while True:
         layer.count(BLOCK)
         block = layer.file.read(BLOCK)
@@ -123,7 +135,11 @@ def entries(layer: Layer) -> Iterator[tuple[tarfile.TarInfo, About, bytes]]:
         if info.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
             said = records(layer.words(info.size))
         elif info.type == tarfile.XGLTYPE:
-            shared.update(records(layer.words(info.size)))
+            words = layer.words(info.size)
+            left -= len(words)
+            if left < 0:
+                raise Refused(f"it says more than {MOST_SHARED} bytes about all its entries")
+            shared.update(records(words))
         elif info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
             word = "name" if info.type == tarfile.GNUTYPE_LONGNAME else "linkname"
             long[word] = layer.words(info.size).split(b"\0")[0].decode("utf-8", "surrogateescape")
@@ -216,15 +232,30 @@ def parts(layer: Layer, info: tarfile.TarInfo, about: About, block: bytes) -> tu
 
 
 class Tree:
-    """The directory, which is the root here."""
+    """The directory, which is the root here. Places are where links lead: a file has one, however it is spelt."""
 
     def __init__(self, layer: Layer, options: dict[str, Any]) -> None:
         self.layer = layer
         self.most: int = options["entries"]
+        self.block: int = options["block"]
         self.count = 0
+        self.nobodys = 0  # entries whose owner is beyond those that a sandbox has
         self.times: dict[str, int] = {}  # of directories, set when nothing is put into them any more
         self.seen: set[str] | None = None if options["first"] else set()  # what this layer has over others
         self.owners: bool = options["owners"]
+        # Where the directory of the last entry is, for the next one is mostly beside it. What is made beside it changes
+        # nothing of that; what is removed may.
+        self.at: tuple[str, str] | None = None
+
+    def place(self, path: str) -> str:
+        """Where a path is: links on the way to it are followed, itself is not."""
+        folder, _, name = path.rpartition("/")
+        if self.at is None or self.at[0] != folder:
+            self.at = folder, os.path.realpath(folder or ".")
+        place = os.path.join(self.at[1], name)
+        if len(os.fsencode(place)) > MOST_PATH or place.count("/") > MOST_DEPTH:
+            raise Refused(f"{path[:60]!r}… leads to more than {MOST_PATH} bytes or {MOST_DEPTH} directories", "bound")
+        return place
 
     def add(self, info: tarfile.TarInfo, about: About, block: bytes) -> None:
         path = plain(info.name, "the name")
@@ -237,28 +268,35 @@ class Tree:
             if self.seen is None:
                 pass  # there is nothing below
             elif name == OPAQUE:
-                self.hide(folder)
+                self.hide(os.path.dirname(self.place(path)))
             elif not hidden.startswith(MARK):  # else it is what another union file system writes down for itself
-                self.hide_one(f"{folder}/{hidden}".lstrip("/"))
+                self.hide_one(self.place(f"{folder}/{hidden}".lstrip("/")))
         elif not path and info.type != tarfile.DIRTYPE:
             raise Refused("its root is no directory")
         elif info.type not in LEFT_OUT:
-            self.note(path)
+            if self.seen is not None:
+                self.note(self.place(path) if path else os.path.realpath("."))
+            self.tally(left)
             left -= self.put(path or ".", info, about, block)
         self.layer.skip(left + -info.size % BLOCK if info.type in FILES else 0)
 
-    def note(self, path: str) -> None:
+    def tally(self, size: int) -> None:
+        """One more file or directory, of which the tar has so much, and the disk whole blocks."""
         self.count += 1
         if self.count > self.most:
-            raise Refused(f"it has more than {self.most} entries", "bound")
-        while self.seen is not None and path not in self.seen:
-            self.seen.add(path)
-            path = path.rpartition("/")[0]
+            raise Refused(f"it has more than {self.most} entries", "entries")
+        self.layer.take(max(0, max(self.block, size + -size % self.block) - BLOCK - size - -size % BLOCK))
+
+    def note(self, place: str) -> None:
+        """This layer has it."""
+        while self.seen is not None and place not in self.seen:
+            self.seen.add(place)
+            place = os.path.dirname(place)
 
     def put(self, path: str, info: tarfile.TarInfo, about: About, block: bytes) -> int:
         """Make it. Returns how much was read of what it holds."""
         if info.type == tarfile.DIRTYPE:
-            self.make(path, lambda: directory(path))
+            self.make(path, lambda: self.directory(path))
             self.finish(path, info, about)
             self.times[path] = int(info.mtime)
         elif info.type == tarfile.SYMTYPE:
@@ -268,7 +306,7 @@ class Tree:
             self.finish(path, info, about)
         elif info.type == tarfile.LNKTYPE:
             target = plain(info.linkname, "the link of")
-            if target != path:
+            if self.place(target) != self.place(path):
                 self.make(path, lambda: os.link(target, path, follow_symlinks=False))
         elif info.type == tarfile.FIFOTYPE:
             self.make(path, lambda: os.mkfifo(path, 0o600))
@@ -289,19 +327,38 @@ class Tree:
             try:
                 return work()
             except FileExistsError:
-                remove(path)
+                self.remove(path)
             except (FileNotFoundError, NotADirectoryError):
-                # Where a link leads that leads nowhere yet, it is made too.
-                os.makedirs(os.path.realpath(os.path.dirname(path)), 0o755, exist_ok=True)
+                self.lead_to(os.path.dirname(self.place(path)))
         return work()
+
+    def directory(self, path: str) -> None:
+        if not is_directory(path):
+            self.place(path)
+            os.mkdir(path, 0o700)
+
+    def lead_to(self, folder: str) -> None:
+        """Make the directories of a place; where a link leads that leads nowhere yet, too."""
+        missing = []
+        while not os.path.lexists(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for each in reversed(missing):
+            self.tally(0)
+            os.mkdir(each, 0o755)
+
+    def remove(self, path: str) -> None:
+        self.at = None
+        remove(path)
 
     def fill(self, fd: int, info: tarfile.TarInfo, about: About, block: bytes) -> int:
         found, length, read = parts(self.layer, info, about, block)
-        holes = len(found) != 1
+        holes = found != [(0, length)]
         for offset, size in found:
             if offset < 0 or size < 0 or read + size > info.size or offset + size > length:
                 raise Refused(f"{info.name!r} has its holes in a malformed place")
             if offset:
+                self.layer.take(self.block)  # what begins and ends within a block takes it whole
                 os.lseek(fd, offset, os.SEEK_SET)
             read += size
             while size:
@@ -320,6 +377,7 @@ class Tree:
         """Owner, mode, attributes, time, in this order: each but the last changes one before it otherwise."""
         link: dict[str, bool] = {} if isinstance(place, int) else {"follow_symlinks": False}
         if self.owners:
+            self.nobodys += not (0 <= info.uid <= MOST_ID and 0 <= info.gid <= MOST_ID)
             uid, gid = (each if 0 <= each <= MOST_ID else NOBODY for each in (info.uid, info.gid))
             os.chown(place, uid, gid, **link)
         if info.type != tarfile.SYMTYPE:
@@ -335,20 +393,20 @@ class Tree:
         if info.type != tarfile.DIRTYPE:
             set_time(place, int(info.mtime), link)
 
-    def hide_one(self, path: str) -> None:
-        """Take away what the layers below have at a path."""
-        if self.seen is not None and path not in self.seen:
-            remove(path)
-        elif is_directory(path):
-            self.hide(path)
+    def hide_one(self, place: str) -> None:
+        """Take away what the layers below have at a place."""
+        if self.seen is not None and place not in self.seen:
+            self.remove(place)
+        elif is_directory(place):
+            self.hide(place)
 
     def hide(self, folder: str) -> None:
         """Take away what the layers below have in a directory."""
-        if not is_directory(folder or "."):
+        if not is_directory(folder):
             return
         self.note(folder)
-        for name in os.listdir(folder or "."):
-            self.hide_one(f"{folder}/{name}".lstrip("/"))
+        for name in os.listdir(folder):
+            self.hide_one(os.path.join(folder, name))
 
     def close(self) -> None:
         for path, mtime in self.times.items():
@@ -359,11 +417,6 @@ class Tree:
 def set_time(place: int | str, mtime: int, link: dict[str, bool]) -> None:
     mtime = min(max(mtime, 0), LATEST * 10**9)
     os.utime(place, ns=(mtime, mtime), follow_symlinks=link.get("follow_symlinks", True))
-
-
-def directory(path: str) -> None:
-    if not is_directory(path):
-        os.mkdir(path, 0o700)
 
 
 def is_directory(path: str) -> bool:
@@ -403,31 +456,60 @@ def unpack(options: dict[str, Any]) -> dict[str, Any]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Refused("no space is left", "space") from None
         raise Refused(f"{name!r} cannot be made: {os.strerror(error.errno or 0)}") from None
-    return {"entries": tree.count, "bytes": layer.bytes}
+    return {
+        "entries": tree.count,
+        "bytes": layer.bytes,
+        "taken": layer.bytes + layer.more,
+        "nobodys": tree.nobodys,
+    }
 
 
-def person(user: str) -> tuple[int, str | None]:
-    """The id of a user by name or number, and the home that /etc/passwd gives it."""
-    word = user.partition(":")[0]
+def lines(path: str) -> list[list[str]]:
+    """The fields of each line of a file in /etc; none of what is no file."""
     try:
-        with open("/etc/passwd", "rb") as file:
-            lines = file.read(PIECE).decode("utf-8", "replace").splitlines()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return [line.split(":") for line in file.read(PIECE).decode("utf-8", "replace").splitlines()]
     except OSError:
-        lines = []
-    for fields in (line.split(":") for line in lines):
-        if len(fields) > 5 and fields[2].isdigit() and word in (fields[0], fields[2]):
-            return int(fields[2]), fields[5] if fields[5].startswith("/") else None
-    if not word.isdigit():
+        pass
+    return []
+
+
+def is_number(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) <= 10
+
+
+def entry(path: str, word: str) -> list[str]:
+    """The fields of who is called so, by name or number, in /etc/passwd or /etc/group; none: nobody is."""
+    named = [fields for fields in lines(path) if len(fields) > 3 and is_number(fields[2])]
+    return next((fields for fields in named if word in (fields[0], fields[2])), [])
+
+
+def person(user: str) -> tuple[int, int, str | None]:
+    """The id of a user by name or number, that of the group, and the home that /etc/passwd gives it."""
+    word, _, group = user.partition(":")
+    found = entry("/etc/passwd", word)
+    if not found and not is_number(word):
         raise Refused(f"its user is {word!r}, whom its /etc/passwd does not know")
-    return int(word), None
+    said = entry("/etc/group", group)[2:3] if group else []
+    if not said and (not group or group == word):
+        said = found[3:4]
+    number = said[0] if said else group or "0"  # of who is in no list it is root's
+    if not is_number(number):
+        raise Refused(f"its user's group is {number!r}, which its /etc/group does not know")
+    home = found[5] if len(found) > 5 and found[5].startswith("/") else None
+    return int(found[2] if found else word), int(number), home
 
 
 def settle(options: dict[str, Any]) -> dict[str, Any]:
     """Make what programs expect and the image lacks, and find out who its user is."""
-    user, home = person(options["user"]) if options["user"] else (None, None)
+    user, group, home = person(options["user"]) if options["user"] else (None, None, None)
     if user is not None and user > MOST_ID:
         raise Refused(f"its user is {user}, and a sandbox has users up to {MOST_ID}")
-    for path, mode in (("/root", 0o700), ("/tmp", 0o1777), (options["workdir"], 0o755)):
+    workdir = options["workdir"]
+    if workdir and ("\0" in workdir or len(os.fsencode(workdir)) > MOST_PATH or workdir.count("/") > MOST_DEPTH):
+        raise Refused(f"its working directory is {workdir[:60]!r}, which is none")
+    for path, mode in (("/root", 0o700), ("/tmp", 0o1777), (workdir, 0o755)):
         try:
             if path and not os.path.lexists(path):
                 os.makedirs(path, 0o755)
@@ -443,7 +525,7 @@ def settle(options: dict[str, Any]) -> dict[str, Any]:
             os.chmod("/etc/hosts", 0o644)
     except (FileExistsError, NotADirectoryError, FileNotFoundError):
         pass
-    return {"user": user, "home": home}
+    return {"user": user, "group": group, "home": home}
 
 
 def main() -> None:
@@ -459,6 +541,8 @@ def main() -> None:
         answer = unpack(options) if "bytes" in options else settle(options)
     except Refused as refused:
         answer = {"error": str(refused), "kind": refused.kind}
+    except (ValueError, RecursionError):  # a word that no call of the system takes; links that lead on and on
+        answer = {"error": "something that it says is malformed", "kind": "bad"}
     except MemoryError:
         answer = {"error": "it takes more memory than there is", "kind": "bound"}
     except OSError as error:

@@ -318,11 +318,11 @@ async def test_nobody_there_is_said(boxes: Boxes) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A disk of three megabytes."""
+    """A disk of four megabytes."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount one")
     (tmp_path / "small").mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3M", "none", str(tmp_path / "small")], check=False)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4M", "none", str(tmp_path / "small")], check=False)
     if done.returncode != 0:
         pytest.skip("no file system can be mounted here")
     yield tmp_path / "small"
