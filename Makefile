@@ -34,7 +34,7 @@ $(INIT): $(wildcard init/*.c init/*.h init/Makefile)
 	@$(MAKE) -s -C init
 
 # What tests use and no Python package brings: a registry and its tools, a small image, ids for an ordinary user.
-PACKAGES := busybox-static docker-registry iproute2 openssl skopeo uidmap
+PACKAGES := busybox-static docker-registry iproute2 libcap2-bin mmdebstrap openssl skopeo uidmap
 packages:
 	@dpkg -s $(PACKAGES) >/dev/null 2>&1 || \
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(PACKAGES) >/dev/null; }
