@@ -120,7 +120,8 @@ class Layer:
     def sync(self) -> None:
         """Have its files on the disk before it has a name: else a host that loses power may keep the name and lose what
         it stands for. Blocks. Raises HostFault."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # The store's directory, on the same file system: the layer itself may be closed to all but a user of an image.
+        fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if _libc.syncfs(fd) != 0:
                 number = ctypes.get_errno()
