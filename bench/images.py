@@ -4,10 +4,11 @@ thousand boxes of one image take of the disk.
 Method: an image of 4 gzip layers (half of its bytes random, half text; files of 1 kB to 4 MB, most of them small) is
 pushed to a registry on loopback. Then three times in turn: ours, `pull` into a new store (fetched, checked, inflated,
 unpacked in a box, named); and theirs, `skopeo copy` into a layout and `umoci unpack` of it. The disk is synced before
-each and not within; nothing is deleted before the end, for ext4 is slow to use an inode again that was freed a moment
-ago; the registry's files are in the page cache for both. Caveats: the registry and both clients share
-the processors, and a real line is slower than loopback, where fetching hides behind unpacking; theirs keeps the packed
-layers beside the unpacked ones, ours does not; ours unpacks while it fetches, theirs one after the other.
+each (ours syncs once more, so that a name outlives a power cut); nothing is deleted before the end, for ext4 is slow to
+use an inode again that was freed a moment ago; the registry's files are in the page cache for both. Caveats: the
+registry and both clients share the processors, and a real line is slower than loopback, where fetching hides behind
+unpacking; theirs keeps the packed layers beside the unpacked ones, ours does not; ours unpacks while it fetches, theirs
+one after the other.
 
     python bench/images.py --json              (2,000 MB, and 20 GB of disk meanwhile; --mb for less)
 
@@ -33,11 +34,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.pop(0)  # the folder of this file, in which `http` would be taken for Python's own
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from sandlot.aio import shielded
 from sandlot.api import NodeAPI, Run, SandboxSpec
 from sandlot.sandbox import open_node
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support import images
 
 LAYERS = 4

@@ -269,7 +269,7 @@ class _Builder:
             if digest.hexdigest() != what.content:  # else the step's name would promise something else for ever
                 raise InvalidRequest("its files were changed while they were copied", "run the build again")
 
-        if what.tree.alone is None or target.endswith(("/", "/.")):
+        if what.tree.alone is None or target.endswith(("/", "/.", "/..")):
             await upload(target)
             return
         try:

@@ -123,7 +123,8 @@ def inspect(name: Name, url: Url = None, api_key: Key = None, state_dir: State =
         if json:
             say.data(found)
             return
-        for word, value in {**found, **found.pop("config")}.items():
+        config = found.pop("config")
+        for word, value in {**found, **config}.items():
             if value not in (None, (), {}):
                 shown = " ".join(value) if isinstance(value, tuple) else value
                 for line in [f"{key}={each}" for key, each in shown.items()] if isinstance(shown, dict) else [shown]:

@@ -293,8 +293,7 @@ class Layers:
 
     def of_digest(self, digest: str) -> Snapshot | None:
         """An image that was pulled or imported, as its manifest of this digest says it is, under whatever name."""
-        kinds = ("pulled", "imported")
-        return next((each for each in self.all() if each.info.digest == digest and each.info.kind in kinds), None)
+        return next((each for each in self.all() if each.info.digest == digest), None)
 
     def all(self) -> list[Snapshot]:
         """Those that are whole. Raises HostFault."""
@@ -375,12 +374,6 @@ class Layers:
         finally:
             os.close(lock)
         return True
-
-    def prune(self) -> None:
-        """Remove what nothing needs. What resists stays, for a node with more rights."""
-        for layer in self.unused():
-            with suppress(OSError, RecursionError):
-                self.drop(layer)
 
 
 def taken(name: str) -> Conflict:

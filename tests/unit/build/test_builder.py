@@ -250,7 +250,7 @@ async def test_commands_have_a_network_only_by_the_option(folder: Folder, port: 
 async def test_copy_puts_files_where_it_does_elsewhere(folder: Folder, node: Node) -> None:
     text = (
         "WORKDIR /w\nCOPY src /all\nCOPY src/b a new/\nCOPY a renamed\nCOPY a .\nCOPY a /tmp\n"
-        "COPY --chmod=700 src/b sub/x\nCOPY . whole\nCOPY src/link /linked\nCOPY a /w/a\nCOPY src/b /w/a\n"
+        "COPY --chmod=700 src/b sub/x\nCOPY . whole\nCOPY src/link /linked\nCOPY a /w/a\nCOPY src/b /w/a\nCOPY a ..\n"
     )
     if await many_ids(node):
         text += "COPY --chown=nobody a /his/\n"
@@ -258,8 +258,8 @@ async def test_copy_puts_files_where_it_does_elsewhere(folder: Folder, node: Nod
     assert await folder.sh("find /all -printf '%P %y %m %l\\n' | sort") == (
         " d 755 \nb f 644 \ndeep d 755 \ndeep/c f 644 \nlink l 777 deep/c\n"
     )
-    assert await folder.sh("ls new; cat renamed /tmp/a; stat -c %a:%u sub/x; ls whole; cat /linked; cat a") == (
-        "a\nb\na\na\n700:0\na\nsrc\nc\nb\n"
+    assert await folder.sh("ls new; cat /a renamed /tmp/a; stat -c %a:%u sub/x; ls whole; cat /linked; cat a") == (
+        "a\nb\na\na\na\n700:0\na\nsrc\nc\nb\n"
     )
     if await many_ids(node):
         assert await folder.sh("stat -c %U /his /his/a") == "nobody\nnobody\n"

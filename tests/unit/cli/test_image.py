@@ -67,6 +67,7 @@ async def test_images_from_the_command_line(where: list[str], registry: Registry
     told = sandlot("image", "inspect", reference, *where).stdout
     assert "workdir     /srv" in told
     assert "env         GREETING=hello" in told
+    assert "config" not in told
     assert json.loads(sandlot("image", "inspect", reference, "--json", *where).stdout) == listed
 
     exported = sandlot("image", "export", reference, *where, binary=True)

@@ -74,9 +74,10 @@ def checked(data: bytes, digest: str, what: str) -> bytes:
 
 
 def decoded(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object. Raises BadImage."""
+    """A JSON object, all of it text that can be written down again. Raises BadImage."""
     try:
         found = json.loads(data)
+        json.dumps(found, ensure_ascii=False).encode()  # an escape may have made half a character
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
@@ -143,6 +144,9 @@ def contents(document: Mapping[str, Any], what: str) -> Contents:
             shell=tuple(says.get("Shell") or ()),
             on_build=tuple(says.get("OnBuild") or ()),
         )
+        words = (*config.env, *config.env.values(), *config.entrypoint, *config.cmd, *config.shell, workdir)
+        if any("\0" in word for word in words):
+            raise ValueError("a NUL in what programs are to be given")
         diff_ids = tuple(document["rootfs"]["diff_ids"])
         if not all(DIGEST.fullmatch(each) for each in diff_ids):
             raise ValueError("a digest of a layer is none")

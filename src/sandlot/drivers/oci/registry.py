@@ -60,7 +60,7 @@ _MOST_REDIRECTS = 5
 _TOKEN_BYTES = 1 << 20  # of an answer with a token
 
 # Of a challenge: the word for a way to log in, or a parameter of the one before it.
-_WORD = re.compile(r"""([^\s,="]+)(?:\s*=\s*("(?:[^"\\]|\\.)*"|[^\s,"]*))?""")
+_WORD = re.compile(r"""([^\s,="]+)(?:\s*(=)\s*("(?:[^"\\]|\\.)*"|[^\s,"]*))?""")
 
 _PORTS = {"http": 80, "https": 443}
 _MOST_PORT = 65_535
@@ -392,11 +392,11 @@ class _Speaker:
 def challenges(header: str) -> list[tuple[str, dict[str, str]]]:
     """The ways to log in that an answer offers, each with its parameters. Pure."""
     found: list[tuple[str, dict[str, str]]] = []
-    for word, value in _WORD.findall(header):
-        if not value:
+    for word, equals, value in _WORD.findall(header):
+        if not equals:
             found.append((word.lower(), {}))
         elif found:
-            found[-1][1][word.lower()] = re.sub(r"\\(.)", r"\1", value[1:-1]) if value[0] == '"' else value
+            found[-1][1][word.lower()] = re.sub(r"\\(.)", r"\1", value[1:-1]) if value[:1] == '"' else value
     return found
 
 

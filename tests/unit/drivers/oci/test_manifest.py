@@ -67,3 +67,17 @@ def test_an_image_is_taken_that_the_processor_runs(
             manifest.chosen({"manifests": entries}, "of it")
     else:
         assert manifest.chosen({"manifests": entries}, "of it") == manifest.Blob(DIGEST, taken)
+
+
+def test_a_config_with_what_nobody_can_write_down_is_said() -> None:
+    with pytest.raises(BadImage, match="of it is not JSON"):
+        manifest.decoded(rb'{"Labels": {"a": "\ud800"}}', "of it")
+    assert manifest.decoded(rb'{"a": "\ud83d\ude00"}', "of it") == {"a": "\N{GRINNING FACE}"}
+
+
+@pytest.mark.parametrize("says", [{"Env": ["A=\0"]}, {"Cmd": ["a", "b\0"]}, {"Shell": ["\0"]}, {"WorkingDir": "/\0"}])
+def test_a_config_with_what_no_program_can_be_given_is_said(says: dict[str, Any]) -> None:
+    about = {"os": "linux", "architecture": manifest.architecture(), "rootfs": {"diff_ids": [DIGEST]}}
+    assert manifest.contents({**about, "config": {}}, "this").diff_ids == (DIGEST,)
+    with pytest.raises(BadImage, match="the config of this is not one of an image: ValueError: a NUL"):
+        manifest.contents({**about, "config": says}, "this")

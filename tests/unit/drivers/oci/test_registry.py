@@ -99,6 +99,7 @@ async def test_of_several_ways_to_log_in_the_one_is_gone_that_we_know(tmp_path: 
 
     for words in (
         'Basic realm="all, of it", Bearer realm="/token",service="s, \\"t\\"",scope=x',
+        'Bearer realm="/token",scope=,service="s, \\"t\\""',
         'Negotiate, Bearer Realm = "/token" , service="s, \\"t\\"", Basic realm="x"',
         'Negotiate dG9rZW4=, bearer service="s, \\"t\\"", realm="/token"',
     ):
