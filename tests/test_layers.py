@@ -22,7 +22,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "errors": (),
     "api": (),
     "aio": ("errors",),
-    "packing": (),
+    "packing": ("errors",),
     "config": ("errors",),
     "asgi": ("errors", "api"),
     "drivers": (*BASE, "drivers", "packing"),

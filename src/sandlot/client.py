@@ -209,7 +209,10 @@ class HttpNode:
 
     async def import_image(self, name: str, path: Path) -> ImageInfo:
         def opened() -> BinaryIO:
-            return packing.packed(path) if path.is_dir() else path.open("rb")
+            if not path.is_dir():
+                return path.open("rb")
+            packing.check_image(path)
+            return packing.packed(path)
 
         try:
             file = await asyncio.to_thread(opened)
@@ -221,10 +224,8 @@ class HttpNode:
             )
             try:
                 return _IMAGE.validate_json(await work)
-            except SandlotError as error:
-                if isinstance(file, packing.Packed) and (failed := file.failed) is not None:
-                    raise NotFound(f"{failed.filename or path} cannot be read: {failed.strerror}") from error
-                raise
+            except OSError as error:
+                raise NotFound(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
 
     async def prune_images(self) -> list[ImageInfo]:
         return await self._call("POST", "/v1/images/prune", _IMAGES, "deleting images that nobody uses", _COPY_SECONDS)

@@ -1,7 +1,8 @@
 """Files of this host as entries of a tar: owners, modes, times to the nanosecond, attributes, holes, names of one file.
 
 It promises that a directory that is packed here and unpacked by `drivers/oci/unpack.py` is the same afterwards, but for
-sockets, which no tar has. No link is followed.
+sockets, which no tar has; and that one which cannot be packed whole is an error, never a shorter tar. No link in it is
+followed. Which directories are images is known here, for client and node.
 """
 
 from __future__ import annotations
@@ -17,12 +18,30 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
+
+from sandlot.errors import InvalidRequest, Unsupported
+
+# What is a root file system has one of these. Anything else that is a directory is most likely a mistake.
+ROOTS = ("bin", "etc", "lib", "usr", "sbin", "root", "home", "var")
 
 _PIECE = 1 << 20
 # Of a file capability (linux/capability.h): the version is in the first byte; 3 has the root of a namespace at its end.
 _CAPABILITY = "security.capability"
 _ROOTLESS, _ROOTED, _REVISION = 0x02000000, 0x03000000, 0xFF000000
+
+
+def is_layout(directory: Path) -> bool:
+    """Whether a directory is an OCI layout."""
+    return (directory / "index.json").is_file() and (directory / "oci-layout").is_file()
+
+
+def check_image(directory: Path) -> None:
+    """Raises InvalidRequest unless it is a layout or a root file system."""
+    if not is_layout(directory) and not any(os.path.lexists(directory / name) for name in ROOTS):
+        raise InvalidRequest(
+            f"{directory} is no root file system and no image: it has no {', '.join(ROOTS[:4])}, and no index.json"
+        )
 
 
 def opened(out: IO[bytes]) -> tarfile.TarFile:
@@ -32,7 +51,8 @@ def opened(out: IO[bytes]) -> tarfile.TarFile:
 
 def add(tar: tarfile.TarFile, path: Path, name: str, user: int = 0) -> None:
     """One file, under a name. A file with holes goes as what is in it, and where: a few bytes may span a terabyte. What
-    belongs to `user` is root's inside: of another user than 0 it was checked that all is. Blocks. Raises OSError."""
+    belongs to `user` is root's inside: of another user than 0 it was checked that all is. Blocks. Raises OSError,
+    Unsupported (no tar can say it)."""
     what = path.lstat()
     if not stat.S_ISREG(what.st_mode):
         info = tar.gettarinfo(path, name)
@@ -63,41 +83,43 @@ def add(tar: tarfile.TarFile, path: Path, name: str, user: int = 0) -> None:
         tar.addfile(info, cast(IO[bytes], _Packed(table, file, spans)))
 
 
-def packed(directory: Path) -> Packed:
-    """A directory as a tar, written by a thread while it is read. To be closed."""
+def packed(directory: Path) -> BinaryIO:
+    """A directory, or the one that a link leads to, as a tar, written by a thread while it is read. To be closed.
+    Who reads is told at its end why the rest cannot be packed: what `add` raises."""
+    directory = directory.resolve()
     read, write = os.pipe2(os.O_CLOEXEC)
     pipe = _Pipe(read)
 
     def work() -> None:
-        try:
-            with os.fdopen(write, "wb") as out, opened(out) as tar:
-                for name, path in _below(directory):
-                    add(tar, path, name)
-        except BrokenPipeError:
-            pass
-        except OSError as error:
-            pipe.failed = error
+        with suppress(BrokenPipeError), os.fdopen(write, "wb") as out:  # nobody reads any more
+            try:
+                with opened(out) as tar:
+                    for name, path in _below(directory):
+                        add(tar, path, name)
+            except Exception as error:  # whatever it is: without it the end of the pipe is that of the tar
+                pipe.failed = error
 
     threading.Thread(target=work, name="sandlot-packing", daemon=True).start()
-    return Packed(pipe, _PIECE)
-
-
-class Packed(io.BufferedReader):
-    """What is packed, to be read. Raises at its end, as OSError, why the rest cannot be."""
-
-    @property
-    def failed(self) -> OSError | None:
-        return cast(_Pipe, self.raw).failed
+    return io.BufferedReader(pipe, _PIECE)
 
 
 class _Pipe(io.FileIO):
-    failed: OSError | None = None
+    failed: Exception | None = None
 
     def readinto(self, buffer: Any) -> int | None:
         count = super().readinto(buffer)
-        if count == 0 and self.failed is not None:
-            raise self.failed
+        if count == 0:
+            self._end()
         return count
+
+    def readall(self) -> bytes:
+        data = super().readall()
+        self._end()
+        return data
+
+    def _end(self) -> None:
+        if self.failed is not None:
+            raise self.failed
 
 
 def _below(top: Path) -> Iterator[tuple[str, Path]]:
@@ -114,11 +136,12 @@ def _said(info: tarfile.TarInfo, path: Path, what: os.stat_result, user: int) ->
     info.uname = info.gname = ""
     if user:
         info.uid = info.gid = 0
-    seconds, rest = divmod(what.st_mtime_ns, 10**9)
-    info.mtime = seconds
+    seconds, rest = divmod(abs(what.st_mtime_ns), 10**9)
+    sign = "-" if what.st_mtime_ns < 0 else ""  # before 1970
+    info.mtime = int(f"{sign}{seconds}")
     words: dict[str, str] = {}
-    if rest and seconds >= 0:
-        words["mtime"] = f"{seconds}.{rest:09}"
+    if rest:
+        words["mtime"] = f"{sign}{seconds}.{rest:09}"
     names: list[str] = []
     with suppress(OSError):  # a file system without any
         names = os.listxattr(path, follow_symlinks=False)
@@ -129,9 +152,22 @@ def _said(info: tarfile.TarInfo, path: Path, what: os.stat_result, user: int) ->
                 if name == _CAPABILITY:
                     value = _as_roots(value, user)
                 if value:
-                    words[f"SCHILY.xattr.{name}"] = value.decode("utf-8", "surrogateescape")
+                    words[f"SCHILY.xattr.{_keyword(name, path)}"] = value.decode("utf-8", "surrogateescape")
     info.pax_headers = words
     return info
+
+
+def _keyword(name: str, path: Path) -> str:
+    """An attribute's name as GNU tar writes it, for a word of a header ends at its first `=`."""
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise Unsupported(
+                f"{path} has an attribute whose name a tar cannot hold, {os.fsencode(name)!r}: it is not UTF-8",
+                "remove the attribute, or leave the file out",
+            ) from None
+    return name.replace("%", "%25").replace("=", "%3D")
 
 
 def _as_roots(value: bytes, user: int) -> bytes:

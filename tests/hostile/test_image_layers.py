@@ -317,7 +317,7 @@ from pathlib import Path
 from sandlot.drivers.oci import archive
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    archive.opened(Path(sys.argv[1]))
+    archive.opened(Path(sys.argv[1]), archive.Spool(Path(sys.argv[1]).parent))
 except Exception as error:
     print(type(error).__name__)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
@@ -325,7 +325,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 
 
 def opened(file: Path) -> list[str]:
-    """How a tar is taken, and how many megabytes that took."""
+    """What is wrong with a tar (nothing: it is taken for a root file system), and how many megabytes it took to see."""
     done = subprocess.run(
         [sys.executable, "-c", OPENED, str(file)], capture_output=True, text=True, check=True, timeout=120
     )
@@ -340,16 +340,41 @@ def test_the_headers_of_a_tar_that_is_sent_take_little_of_the_node(tmp_path: Pat
         file.write(header.tobuf(tarfile.USTAR_FORMAT) + b"%d comment=" % comment)
         file.truncate(512 + comment + 1536)
     assert int(opened(tmp_path / "words.tar")[-1]) < 30
-    layout = [entry(name, b"{}") for name in ("oci-layout", "index.json")]
-    members = tarfile.TarInfo("f").tobuf() * 1000
     with (tmp_path / "members.tar").open("wb") as file:
-        file.write(packed(*layout)[: 4 * 512])
-        for _ in range(200):
-            file.write(members)
+        file.write(LAYOUT[: 4 * 512])
+        file.writelines(tarfile.TarInfo(f"f{number}").tobuf() for number in range(200_000))
         file.write(bytes(1024))
     *said, megabytes = opened(tmp_path / "members.tar")
     assert said == ["BadImage"]
     assert int(megabytes) < 30
+
+
+# It is an image, and a malformed one.
+LAYOUT = packed(*(entry(name, b"{}") for name in ("oci-layout", "index.json")))
+
+
+@pytest.mark.parametrize("kind", ["members of one name", "members", "words", "words about nothing"])
+def test_nobody_looks_far_into_a_tar_for_an_image(tmp_path: Path, kind: str) -> None:
+    words = tarfile.TarInfo("x")
+    words.type = tarfile.XHDTYPE
+    if kind == "words":
+        words.size = 1 << 20
+    comment = b"%d comment=" % words.size
+    about = words.tobuf() + (comment.ljust(words.size - 1, b"x") + b"\n" if words.size else b"")
+
+    def begun(count: int) -> bytes:
+        if kind == "members of one name":
+            return tarfile.TarInfo("f").tobuf() * count
+        if kind == "members":
+            return b"".join(tarfile.TarInfo(f"f{number}").tobuf() for number in range(count))
+        return about * count
+
+    few, many = (4, 5) if kind == "words" else (3990, 10_000)
+    for pack in ("plain", "gzip"):
+        (tmp_path / "few.tar").write_bytes(images.compressed(begun(few - 2) + LAYOUT, pack))
+        (tmp_path / "many.tar").write_bytes(images.compressed(begun(many) + LAYOUT, pack))
+        assert opened(tmp_path / "few.tar")[:-1] == ["BadImage"]
+        assert opened(tmp_path / "many.tar")[:-1] == []
 
 
 def said(**words: str) -> bytes:
@@ -445,6 +470,8 @@ async def test_numbers_that_make_no_sense_are_refused(arena: Arena, tmp_path: Pa
             said(mtime="soon"),
             said(**{"GNU.sparse.major": "1", "GNU.sparse.realsize": str(1 << 62)}),
             said(**{"GNU.sparse.map": "0,99999999999", "GNU.sparse.size": "99999999999"}),
+            said(**{"GNU.sparse.map": "0,1", "GNU.sparse.size": "9" * 20}),
+            said(**{"GNU.sparse.map": f"{'9' * 20},1", "GNU.sparse.size": "9" * 21}),
         )
     ):
         await refused(arena, tmp_path / str(number), "layer 1 of 1", layer)

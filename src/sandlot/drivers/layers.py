@@ -86,6 +86,12 @@ class Room:
         entries = found.f_favail - found.f_favail // 20 if found.f_files else math.inf
         return cls(free - min(free // 20, _MOST_LEFT), entries, found.f_frsize)
 
+    def lasts(self, directory: Path | str, size: int) -> bool:
+        """Whether what was left for others is free still after so many bytes more: whoever else has counted the same
+        room takes of it too. Raises OSError."""
+        now = Room.of(directory)
+        return now.bytes - size >= min(self.bytes // 20, _MOST_LEFT) and now.entries >= self.entries / 20
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

@@ -48,9 +48,9 @@ def default_state_dir() -> Path:
 def image_store(state_dir: Path | None = None) -> Path:
     """Where the nodes of a state directory (None: this user's default) keep their images. Of an ordinary user's
     default not in there: it is in memory mostly, where a gigabyte is dear and gone with the next start of the host."""
-    root = default_state_dir()
+    root = (state_dir or default_state_dir()).absolute()
     if state_dir is not None or root == _SYSTEM:
-        return (state_dir or root) / "images"
+        return root / "images"
     data = Path(os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share"))  # noqa: PTH111  (may be none)
     first = next(each for each in (data, *data.parents) if each.exists())
     return (data / "sandlot" if data.is_absolute() and os.access(first, os.W_OK) else root) / "images"
@@ -80,7 +80,7 @@ class NodeDirectory:
     def claim(cls, state_dir: Path | None = None, name: str | None = None) -> NodeDirectory:
         """A directory under `state_dir` (None: this user's default), locked: a new one, or that of a dead node of the
         same name. Raises HostFault."""
-        root = default_state_dir() if state_dir is None else state_dir
+        root = (state_dir or default_state_dir()).absolute()
         short_id = secrets.token_hex(3)
         made = root / f".new-{short_id}"
         try:

@@ -301,13 +301,12 @@ async def import_image(request: Request, node: Node, name: Name) -> Response:
 
 async def _keep(request: Request, file: IO[bytes]) -> None:
     """Write what is sent to a file, and leave room on its disk for others."""
-    room = Room.of(request.app.state.spool or tempfile.gettempdir()).bytes
+    place = request.app.state.spool or tempfile.gettempdir()
+    room = Room.of(place)
     waiting = bytearray()
 
     async def write() -> None:
-        nonlocal room
-        room -= len(waiting)
-        if room < 0:
+        if not room.lasts(place, len(waiting)):
             raise HostFault(
                 "there is no space left for the image that is sent", "free some there (`sandlot image prune`)"
             )

@@ -124,6 +124,9 @@ def test_a_full_disk_refuses_a_create_and_never_an_ending(tmp_path: Path) -> Non
 
 def test_images_are_where_a_reboot_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert image_store(tmp_path) == tmp_path / "images"
+    monkeypatch.chdir(tmp_path)
+    assert image_store(Path("here")) == tmp_path / "here/images"
+    assert NodeDirectory.claim(Path("here")).path.parent == tmp_path / "here"
     monkeypatch.setattr(ledger, "default_state_dir", lambda: Path("/var/lib/sandlot"))
     assert image_store() == Path("/var/lib/sandlot/images")
     monkeypatch.setattr(ledger, "default_state_dir", lambda: tmp_path / "runtime/sandlot")

@@ -163,6 +163,21 @@ async def test_an_import_is_given_up_with_its_caller_and_with_its_node(node: Nod
         assert layers_in(tmp_path) == []
 
 
+async def test_a_state_directory_may_be_a_relative_one(
+    tmp_path: Path, native_reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native_reason:
+        pytest.skip(native_reason)
+    (tmp_path / "root.tar").write_bytes(images.packed(images.directory("etc")))
+    monkeypatch.chdir(tmp_path)
+    async with local_node(Path("state")) as node:
+        await node.import_image("x", Path("root.tar"))
+        box = await node.create(SandboxSpec())
+        await node.snapshot(box.id, "y")
+        assert {image.name for image in await node.images()} == {"x", "y"}
+    assert layers_in(tmp_path)
+
+
 async def test_a_bare_word_is_never_pulled(node: Node) -> None:
     with pytest.raises(NotFound, match="no image 'debian'") as raised:
         await node.create(SandboxSpec(image="debian"))
@@ -311,10 +326,17 @@ async def test_images_over_http(server: Server, registry: Registry, roots: Roots
         sent.chmod(0o711)
         with (sent / "hole").open("wb") as file:
             file.truncate(1 << 40)
-        assert (await node.import_image("sent", sent)).files == 3
+        (tmp_path / "link").symlink_to(sent)
+        assert (await node.import_image("sent", tmp_path / "link")).files == 3
         (layer,) = (path for path in (tmp_path / "state/images/layers").glob("*/hole"))
         assert layer.stat().st_size == 1 << 40
         assert layer.parent.stat().st_mode & 0o777 == 0o711
+        os.setxattr(os.fsencode(sent / "etc"), b"user.\xff", b"v")
+        with pytest.raises(Unsupported, match="etc has an attribute"):
+            await node.import_image("part", sent)
+        (tmp_path / "any").mkdir()
+        with pytest.raises(InvalidRequest, match="no root file system and no image"):
+            await node.import_image("any", tmp_path / "any")
         assert (await node.import_image("layout:1", roots["glibc"].path)).digest == roots["glibc"].manifest
         box = await node.create(SandboxSpec(image="layout:1"))
         assert (await node.run(box.id, sh("echo yes"))).stdout == "yes\n"

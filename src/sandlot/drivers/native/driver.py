@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import os
 import resource
 import signal
@@ -511,7 +512,11 @@ class NativeDriver:
             with suppress(NotFound):
                 self._layers.find(name)
                 raise layers.taken(name)
-            found = await asyncio.to_thread(archive.opened, path)
+            spool = archive.Spool(self._layers.directory, self.bounds.bytes or math.inf)
+            try:
+                found = await asyncio.to_thread(archive.opened, path, spool)
+            finally:
+                spool.given_up.set()  # nobody waits for the thread any more
             try:
                 layers_of = [LayerProgress(digest=blob.digest, size=blob.size) for blob in found.blobs]
                 progress.begin([each.model_copy(update={"fetched": each.size}) for each in layers_of])

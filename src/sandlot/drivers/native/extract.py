@@ -17,6 +17,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -57,12 +58,14 @@ class Bounds:
 
 @dataclass(slots=True)
 class _Left:
-    """What is left of that for the layers to come. `full`: the bounds that are the disk's, not the driver's."""
+    """What is left of that for the layers to come. `full`: the bounds that are the disk's, not the driver's; `lasts`:
+    whether it has room for so much still, for others take of it at the same time."""
 
     entries: int
     bytes: int
     block: int
     full: frozenset[str]
+    lasts: Callable[[int], bool]
 
     @classmethod
     def of(cls, bounds: Bounds, layer: Layer, progress: Progress) -> _Left:
@@ -75,6 +78,7 @@ class _Left:
             max(room.bytes - packed, 0) if bounds.bytes is None else bounds.bytes,
             room.block,
             frozenset({"bytes"} if bounds.bytes is None else ()) | frozenset({"entries"} if few else ()),
+            partial(room.lasts, layer.path.parent),
         )
 
 
@@ -118,7 +122,7 @@ async def extract(
                     "first": index == 0,
                 }
                 diff_id = contents.diff_ids[index] if contents.diff_ids else None
-                found = await _feed(box, packed, options, diff_id, name, left.full)
+                found = await _feed(box, packed, options, diff_id, name, left)
             left.entries -= found["entries"]
             left.bytes -= found["taken"]
             entries, size = entries + found["entries"], size + found["bytes"]
@@ -138,7 +142,7 @@ async def _end(box: NativeBox) -> None:
 
 
 async def _feed(
-    box: NativeBox, packed: BinaryIO, options: dict[str, Any], diff_id: str | None, what: str, full: frozenset[str]
+    box: NativeBox, packed: BinaryIO, options: dict[str, Any], diff_id: str | None, what: str, left: _Left
 ) -> dict[str, Any]:
     """Unpack one layer, and close it."""
     try:
@@ -148,9 +152,9 @@ async def _feed(
         raise host_fault(error, f"unpack {what}") from error
     with suppress(OSError):  # an ordinary user's pipes may be as large as they may be
         fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    feeding = asyncio.ensure_future(asyncio.to_thread(_pump, packed, write, diff_id, what))
+    feeding = asyncio.ensure_future(asyncio.to_thread(_pump, packed, write, diff_id, what, left.lasts))
     try:
-        found = await _run(box, options, read, what, full)
+        found = await _run(box, options, read, what, left.full)
     except BaseException as error:
         # What was wrong with what it was given says more than that it could not read it.
         failed = await shielded(_failure(feeding))
@@ -168,12 +172,14 @@ async def _failure(feeding: asyncio.Future[None]) -> BaseException | None:
     return feeding.exception()
 
 
-def _pump(packed: BinaryIO, out: int, diff_id: str | None, what: str) -> None:
+def _pump(packed: BinaryIO, out: int, diff_id: str | None, what: str, lasts: Callable[[int], bool]) -> None:
     """Inflate a layer into a pipe, and see whether it is the one that it should be. In a thread."""
     digest = hashlib.sha256()
     with packed, os.fdopen(out, "wb", buffering=0) as pipe:
         try:
             for piece in inflate.inflated(packed, what):
+                if not lasts(len(piece)):
+                    raise _error("space", "", what, frozenset())
                 if diff_id is not None:
                     digest.update(piece)
                 left = memoryview(piece)
@@ -182,7 +188,7 @@ def _pump(packed: BinaryIO, out: int, diff_id: str | None, what: str) -> None:
         except BrokenPipeError:
             return  # who read it says why it stopped
         except OSError as error:
-            raise HostFault(f"{what} cannot be read: {error.strerror}") from error
+            raise HostFault(f"{what} cannot be read: {error.strerror or error}") from error
         if diff_id is not None and f"sha256:{digest.hexdigest()}" != diff_id:
             raise BadImage(f"{what} has the digest sha256:{digest.hexdigest()}, and should have {diff_id}")
 

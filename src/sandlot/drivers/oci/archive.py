@@ -2,17 +2,23 @@
 
 What a file is, is seen in it. Its manifest and config are checked by digest; its layers by the digests of their tars,
 while they are unpacked. Nothing is extracted here. Of a stranger's tar that holds an image only the headers are read,
-and what they say is bounded: how many members, how many words.
+and what they say is bounded: how many members, how many words. One that is packed is inflated into a file without a
+name as far as it is looked at, and whole if it holds an image, for that has to be read here and there.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import posixpath
 import stat
+import sys
 import tarfile
-from collections.abc import Callable
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,18 +27,16 @@ from typing import Any, BinaryIO
 from sandlot import packing
 from sandlot.api import NO_CONFIG, is_reference
 from sandlot.drivers import layers
-from sandlot.drivers.oci import manifest, unpack
+from sandlot.drivers.oci import inflate, manifest, unpack
 from sandlot.drivers.oci.manifest import Blob, Contents
 from sandlot.drivers.oci.reference import Reference
-from sandlot.errors import BadImage, InvalidRequest, NotFound
+from sandlot.errors import BadImage, HostFault, InvalidRequest, NotFound, host_fault
 
 Open = Callable[[], BinaryIO]
 
-# What is a root file system has one of these. Anything else that is a directory is most likely a mistake.
-_ROOTS = ("bin", "etc", "lib", "usr", "sbin", "root", "home", "var")
 # `docker save` of old has four members for each layer. A root file system has far more, and is not looked at further.
 _MOST_MEMBERS = 8 * manifest.MOST_LAYERS
-# Bytes that headers say beside names that are short.
+# Bytes of headers beside those of members.
 _MOST_WORDS = 4 << 20
 # The first link of those that say where a member is, to the last.
 _MOST_LINKS = 8
@@ -46,11 +50,20 @@ class Archive:
     layers: tuple[Open, ...]
     blobs: tuple[Blob, ...]
     digest: str | None = None
-    closing: list[BinaryIO] = field(default_factory=list)
+    closing: list[_Source] = field(default_factory=list)
 
     def close(self) -> None:
         for each in self.closing:
             each.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Spool:
+    """Where what is packed is inflated: a directory, and how much of it, as long as its disk has room."""
+
+    directory: Path
+    most: float = math.inf
+    given_up: threading.Event = field(default_factory=threading.Event)
 
 
 def kept_as(name: str) -> str:
@@ -64,19 +77,19 @@ def kept_as(name: str) -> str:
     return str(where)
 
 
-def opened(path: Path) -> Archive:
-    """The image at a path. Blocks. Raises NotFound, InvalidRequest (no image at all), BadImage, Unsupported."""
+def opened(path: Path, spool: Spool) -> Archive:
+    """The image at a path. Blocks. Raises NotFound, InvalidRequest (no image at all), BadImage, Unsupported, HostFault
+    (no room to inflate it)."""
     what = _named(path)
     try:
         if path.is_dir():
-            return _of_layout(what, lambda name: (path / name).open("rb")) if _is_layout(path) else _of_directory(path)
+            packing.check_image(path)
+            if packing.is_layout(path):
+                return _of_layout(what, lambda name: (path / name).open("rb"))
+            return Archive(Contents(NO_CONFIG, "", None), (lambda: packing.packed(path),), (Blob("", 0),))
         if not stat.S_ISREG(path.stat().st_mode):
             raise InvalidRequest(f"{what} is neither a file nor a directory")
-        with path.open("rb") as file:
-            packed = file.read(4)
-        if packed[:2] == b"\x1f\x8b" or packed == b"\x28\xb5\x2f\xfd":
-            return _of_tar(path)  # a tar of layers is not packed itself, for it has to be read here and there
-        return _of_members(path) or _of_tar(path)
+        return _of_members(path, spool) or _of_tar(path)
     except FileNotFoundError as error:
         raise NotFound(f"there is no {error.filename or what} on this host") from error
     except OSError as error:
@@ -86,10 +99,6 @@ def opened(path: Path) -> Archive:
 def _named(path: Path) -> str:
     """What it is called: a file without a name is one that was sent to a server."""
     return "what was sent" if path.is_relative_to("/proc/self/fd") else str(path)
-
-
-def _is_layout(path: Path) -> bool:
-    return (path / "index.json").is_file() and (path / "oci-layout").is_file()
 
 
 def _of_layout(what: str, find: Callable[[str], BinaryIO]) -> Archive:
@@ -126,47 +135,91 @@ def _check_count(what: str, contents: Contents, count: int) -> None:
         raise BadImage(f"{what} has {count} layers, and its config names {len(contents.diff_ids or ())}")
 
 
-class _Members(unpack.Layer):
-    """The headers of a tar that can be read here and there."""
+class _Source:
+    """A tar as a file that can be read here and there: where it is packed, as far as somebody has asked to `have` it.
+    To be closed."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._end = os.fstat(file.fileno()).st_size
-        super().__init__(file, self._end + unpack.BLOCK)
+    def __init__(self, path: Path, what: str, spool: Spool) -> None:
+        self._what, self._spool = what, spool
+        self.cut = False  # there is more, and no room for it
+        self._pieces: Iterator[bytes] = iter(())
+        self._packed = path.open("rb")
+        self.file: BinaryIO = self._packed
+        if not inflate.is_packed(self._packed.peek(4)[:4]):
+            self._size = os.fstat(self.file.fileno()).st_size
+            return
+        self._size = 0
+        self._pieces = inflate.inflated(self._packed, what)
+        try:
+            self._room = layers.Room.of(spool.directory)
+            self.file = tempfile.TemporaryFile(dir=spool.directory)  # noqa: SIM115
+        except OSError as error:
+            self._packed.close()
+            raise host_fault(error, f"inflate {what} in {spool.directory}") from error
+
+    def close(self) -> None:
+        self._packed.close()
+        self.file.close()
+
+    def have(self, end: float) -> int:
+        """So many bytes of it, or all there are and is room for; how many it has now."""
+        while self._size < end and (piece := next(self._pieces, b"")):
+            try:
+                small = self._size + len(piece) <= self._spool.most
+                lasts = self._room.lasts(self._spool.directory, len(piece))
+                if not (small and lasts) or self._spool.given_up.is_set():
+                    self._pieces, self.cut = iter(()), True
+                    break
+                while piece:
+                    written = os.pwrite(self.file.fileno(), piece, self._size)
+                    self._size, piece = self._size + written, piece[written:]
+            except OSError as error:
+                raise host_fault(error, f"inflate {self._what} in {self._spool.directory}") from error
+        return self._size
+
+
+class _Members(unpack.Layer):
+    """The headers of a tar."""
+
+    def __init__(self, source: _Source) -> None:
+        super().__init__(source.file, sys.maxsize)
+        self._source = source
         self._words = 0
 
+    def count(self, size: int) -> None:
+        super().count(size)
+        self._source.have(self.file.tell() + size)
+
     def skip(self, size: int) -> None:
-        if self.file.tell() + size > self._end:
+        end = self.file.tell() + size
+        if self._source.have(end) < end:
             raise unpack.Refused("it breaks off in the middle")
         self.file.seek(size, os.SEEK_CUR)
 
     def words(self, size: int) -> bytes:
-        self._words += size
+        self._words += unpack.BLOCK + size
         if self._words > _MOST_WORDS:
             raise unpack.Refused(f"its headers say more than {_MOST_WORDS} bytes")
         return super().words(size)
 
 
 class _Tar:
-    """A tar of which the first members are known: where they are, and how long. To be closed."""
+    """A tar of which the first members are known: where they are, and how long."""
 
-    def __init__(self, path: Path, what: str) -> None:
+    def __init__(self, source: _Source, what: str) -> None:
         self._what = what
-        self.file: BinaryIO = path.open("rb")
+        self.file = source.file
         self.failed = ""  # why the rest is not known
         self._found: dict[str, tuple[int, int]] = {}
         self._links: dict[str, str] = {}
         try:
-            self._look()
+            self._look(_Members(source))
         except unpack.Refused as error:
             self.failed = str(error)
-        except BaseException:
-            self.file.close()
-            raise
 
-    def _look(self) -> None:
-        layer = _Members(self.file)
-        for info, about, _ in unpack.entries(layer):
-            if len(self._found) + len(self._links) >= _MOST_MEMBERS or info.type == tarfile.GNUTYPE_SPARSE:
+    def _look(self, layer: _Members) -> None:
+        for count, (info, about, _) in enumerate(unpack.entries(layer)):
+            if count >= _MOST_MEMBERS or info.type == tarfile.GNUTYPE_SPARSE:
                 return  # no tool makes an image so
             name = posixpath.normpath(info.name).lstrip("/")
             plain = info.type in unpack.FILES and not any(word.startswith("GNU.sparse.") for word in about)
@@ -184,7 +237,7 @@ class _Tar:
         if "oci-layout" in self._found and "index.json" in self._found:
             return "index.json"
         roots = {name.partition("/")[0] for name in self._found}
-        return "manifest.json" if "manifest.json" in self._found and roots.isdisjoint(_ROOTS) else ""
+        return "manifest.json" if "manifest.json" in self._found and roots.isdisjoint(packing.ROOTS) else ""
 
     def _where(self, name: str) -> tuple[int, int]:
         """Where a member is, and how long. Raises BadImage."""
@@ -223,20 +276,24 @@ class _Part(io.RawIOBase):
         return count
 
 
-def _of_members(path: Path) -> Archive | None:
+def _of_members(path: Path, spool: Spool) -> Archive | None:
     """A tar that holds a layout or what `docker save` writes; None: it is another tar, or none."""
     what = _named(path)
-    tar = _Tar(path, what)
-    try:
+    with ExitStack() as unless_made:
+        source = unless_made.enter_context(closing(_Source(path, what, spool)))
+        tar = _Tar(source, what)
         if not tar.kind:
-            tar.file.close()
             return None
+        source.have(math.inf)
+        if source.cut:
+            raise HostFault(
+                f"there is no space left to inflate {what}",
+                "free some (`sandlot image prune`), or use another state directory",
+            )
         made = _of_layout(what, tar.find) if tar.kind == "index.json" else _of_docker(what, tar)
-    except BaseException:
-        tar.file.close()
-        raise
-    made.closing.append(tar.file)
-    return made
+        made.closing.append(source)
+        unless_made.pop_all()
+        return made
 
 
 def _of_docker(what: str, tar: _Tar) -> Archive:
@@ -252,6 +309,8 @@ def _of_docker(what: str, tar: _Tar) -> Archive:
         ) from None
     with tar.find(config) as file:
         contents = manifest.contents(manifest.decoded(file.read(manifest.MOST_BYTES), what), what)
+    if len(names) > manifest.MOST_LAYERS:
+        raise BadImage(f"{what} has {len(names)} layers, more than {manifest.MOST_LAYERS}")
     _check_count(what, contents, len(names))
     blobs = tuple(Blob(*each) for each in zip(contents.diff_ids or (), map(tar.size, names), strict=True))
     return Archive(contents, tuple(partial(tar.find, name) for name in names), blobs)
@@ -261,12 +320,3 @@ def _of_tar(path: Path) -> Archive:
     """A tar of a root file system."""
     contents = Contents(NO_CONFIG, "", None)
     return Archive(contents, (lambda: path.open("rb"),), (Blob("", path.stat().st_size),))
-
-
-def _of_directory(path: Path) -> Archive:
-    """A root file system. It is read as a tar."""
-    if not any(os.path.lexists(path / name) for name in _ROOTS):
-        raise InvalidRequest(
-            f"{path} is no root file system and no image: it has no {', '.join(_ROOTS[:4])}, and no index.json"
-        )
-    return Archive(Contents(NO_CONFIG, "", None), (lambda: packing.packed(path),), (Blob("", 0),))

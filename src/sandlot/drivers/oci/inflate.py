@@ -19,13 +19,22 @@ _SKIPPABLE = b"\x2a\x4d\x18"  # of zstd, after a first byte 0x50 to 0x5f
 _OTHERS = {b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x04\x22\x4d\x18": "lz4"}
 
 
+def is_packed(head: bytes) -> bool:
+    """Whether it is what `inflated` inflates, by its first four bytes."""
+    return head.startswith(_GZIP) or _is_zstd(head)
+
+
+def _is_zstd(head: bytes) -> bool:
+    return head.startswith(_ZSTD) or (head[1:4] == _SKIPPABLE and head[0] >> 4 == 5)
+
+
 def inflated(packed: BinaryIO, what: str) -> Iterator[bytes]:
     """The pieces of what is packed. Blocks. Raises BadImage when it breaks off or is damaged."""
     head = packed.read(PIECE)
     try:
         if head.startswith(_GZIP):
             yield from _gunzip(packed, head)
-        elif head.startswith(_ZSTD) or (head[1:4] == _SKIPPABLE and head[0] >> 4 == 5):
+        elif _is_zstd(head):
             yield from _unzstd(packed, head)
         else:
             other = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)

@@ -39,7 +39,7 @@ MOST_WORDS = 1 << 20  # bytes of what is said about one entry
 MOST_SHARED = 1 << 16  # bytes of what is said about all that follow: each of them is looked up in it
 MOST_ID = 65_535
 NOBODY = 65_534
-LATEST = 1 << 33  # seconds: times beyond are no times
+LATEST = 1 << 33  # seconds before 1970 and after: times beyond are no times
 LINKS = (tarfile.SYMTYPE, tarfile.LNKTYPE)
 LEFT_OUT = (tarfile.CHRTYPE, tarfile.BLKTYPE, b"V")
 FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE, tarfile.GNUTYPE_SPARSE)
@@ -157,7 +157,7 @@ def apply(info: tarfile.TarInfo, about: About, long: dict[str, str]) -> None:
         info.linkname = text(about.get("linkpath")) or long.get("linkname") or info.linkname
         info.size, info.uid, info.gid = (int(about.get(word, getattr(info, word))) for word in ("size", "uid", "gid"))
         whole, _, part = text(about.get("mtime", str(int(info.mtime)).encode())).partition(".")
-        info.mtime = int(whole) * 10**9 + int((part + "0" * 9)[:9])
+        info.mtime = int(whole) * 10**9 + int((part + "0" * 9)[:9]) * (-1 if whole.startswith("-") else 1)
     except ValueError:
         raise Refused("a header of it is malformed") from None
     if info.size < 0:
@@ -358,7 +358,9 @@ class Tree:
             if offset < 0 or size < 0 or read + size > info.size or offset + size > length:
                 raise Refused(f"{info.name!r} has its holes in a malformed place")
             if offset:
-                self.layer.take(self.block)  # what begins and ends within a block takes it whole
+                # What begins and ends within blocks takes them whole.
+                blocks = (offset + size - 1) // self.block - offset // self.block + 1
+                self.layer.take(blocks * self.block - size)
                 os.lseek(fd, offset, os.SEEK_SET)
             read += size
             while size:
@@ -384,6 +386,7 @@ class Tree:
             os.chmod(place, info.mode & 0o7777)
         for word, value in about.items():
             name = word[len("SCHILY.xattr.") :] if word.startswith("SCHILY.xattr.") else ""
+            name = name.replace("%3D", "=").replace("%25", "%")  # as GNU tar writes what would end the word
             if name == "security.capability" or (name.startswith("user.") and not name.startswith("user.overlay.")):
                 try:
                     os.setxattr(place, name, value, **link)
@@ -415,7 +418,7 @@ class Tree:
 
 
 def set_time(place: int | str, mtime: int, link: dict[str, bool]) -> None:
-    mtime = min(max(mtime, 0), LATEST * 10**9)
+    mtime = min(max(mtime, -LATEST * 10**9), LATEST * 10**9)
     os.utime(place, ns=(mtime, mtime), follow_symlinks=link.get("follow_symlinks", True))
 
 
@@ -541,7 +544,8 @@ def main() -> None:
         answer = unpack(options) if "bytes" in options else settle(options)
     except Refused as refused:
         answer = {"error": str(refused), "kind": refused.kind}
-    except (ValueError, RecursionError):  # a word that no call of the system takes; links that lead on and on
+    # A word or a number that no call of the system takes; links that lead on and on.
+    except (ValueError, OverflowError, RecursionError):
         answer = {"error": "something that it says is malformed", "kind": "bad"}
     except MemoryError:
         answer = {"error": "it takes more memory than there is", "kind": "bound"}

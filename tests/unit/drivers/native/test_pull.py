@@ -240,6 +240,28 @@ async def test_a_layer_that_unpacks_to_something_else_is_said(
     assert contents(boxes) == before
 
 
+async def test_an_image_with_more_layers_than_digests_is_refused(
+    boxes: Boxes, registry: Registry, tmp_path: Path
+) -> None:
+    layers = [images.packed(images.directory("etc")), images.packed(images.entry("etc/f", b"x"))]
+    built = images.write_layout(tmp_path / "x", layers)
+    name = registry.push(built.path, "counted/x:1").partition("/")[2]
+    digest = json.loads((built.path / "index.json").read_text())["manifests"][0]["digest"]
+    manifest = json.loads(_blob(built, digest))
+    config = json.loads(_blob(built, manifest["config"]["digest"]))
+    config["rootfs"]["diff_ids"].pop()
+    data = json.dumps(config).encode()
+    manifest["config"] |= {"digest": images.digest(data), "size": len(data)}
+
+    def act(path: str, _: Message) -> Said | None:
+        if "/manifests/" in path:
+            return Said(body=json.dumps(manifest).encode())
+        return Said(body=data) if images.digest(data) in path else None
+
+    with Front(registry.host, act) as front:
+        await fails(boxes, f"{front.host}/{name}", BadImage, "2 layers, and its config names 1")
+
+
 def _blob(built: Built, digest: str) -> bytes:
     return (built.path / f"blobs/sha256/{digest.removeprefix('sha256:')}").read_bytes()
 
