@@ -29,6 +29,7 @@ import secrets
 import shutil
 import stat
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -142,6 +143,7 @@ class Layers:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._layers = directory / "layers"
+        self._looking = threading.Lock()  # two who look at once whether a fork is in use would each be in the way
 
     def layer_path(self, layer: str) -> Path:
         return self._layers / layer
@@ -331,13 +333,18 @@ class Layers:
         for path in self.directory.glob("*.lock"):
             with suppress(OSError):
                 self._remove_lock(path)
-        for each in self.all():
-            if each.info.name.startswith(FORK):
-                with suppress(BlockingIOError, NotFound):
-                    os.close(self.lock(each.layers[-1], fcntl.LOCK_EX))
-                    self.delete(each.info.name)
+        self._forget_forks()
         named = {layer for each in self.all() for layer in each.layers}
         return [path.stem for path in self._layers.glob("*.lock") if path.stem not in named]
+
+    def _forget_forks(self) -> None:
+        """Those on which no box stands any more."""
+        with self._looking:
+            for each in self.all():
+                if each.info.name.startswith(FORK):
+                    with suppress(BlockingIOError, NotFound):
+                        os.close(self.lock(each.layers[-1], fcntl.LOCK_EX))
+                        self.delete(each.info.name)
 
     def _remove_lock(self, path: Path) -> None:
         """That of a name which nobody fetches any more. Raises BlockingIOError: somebody does."""
@@ -352,6 +359,7 @@ class Layers:
     def idle(self) -> list[ImageInfo]:
         """Those that can be had again and on which no box stands: a build's steps, and the pulled images on which no
         other image stands either."""
+        self._forget_forks()
         found = self.all()
         others = [each for each in found if each.info.kind != "pulled" and not each.info.name.startswith(STEP)]
         idle = []

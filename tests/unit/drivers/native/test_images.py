@@ -352,6 +352,20 @@ async def test_pruning_takes_what_is_pulled_and_nobody_uses(boxes: Boxes, regist
     assert {each.name for each in await boxes.driver.idle_images()} == {used, based}
 
 
+async def test_what_only_an_ended_fork_stood_on_is_pruned_at_once(
+    boxes: Boxes, registry: Registry, roots: Roots
+) -> None:
+    reference = await pulled(boxes, registry, roots["glibc"], "pruned/forked:1")
+    box = await boxes(SandboxSpec(image=reference))
+    fork = await boxes.driver.snapshot(box, None)
+    forked = await boxes(SandboxSpec(image=fork.name))
+    await boxes.driver.forget(fork.name)
+    await box.destroy(Ending.EXIT)
+    assert await boxes.driver.idle_images() == []
+    await forked.destroy(Ending.EXIT)
+    assert [each.name for each in await boxes.driver.idle_images()] == [reference]
+
+
 async def test_what_a_tar_says_of_files_is_kept(boxes: Boxes, tmp_path: Path) -> None:
     root = tmp_path / "root"
     (root / "bin").mkdir(parents=True)
