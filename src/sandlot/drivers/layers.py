@@ -390,6 +390,14 @@ class Layers:
         return True
 
 
+def no_room(doing: str) -> HostFault:
+    """There is less `Room` than it takes to do that."""
+    return HostFault(
+        f"there is no space left to {doing}",
+        "free some (`sandlot image prune`), or use another state directory",
+    )
+
+
 def taken(name: str) -> Conflict:
     return Conflict(f"there is an image {name} already", "choose another name, or delete that one first")
 

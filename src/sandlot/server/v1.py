@@ -44,9 +44,9 @@ from sandlot.api import (
     is_reference,
     to_json,
 )
-from sandlot.drivers.layers import Room, taken
+from sandlot.drivers.layers import Room, no_room, taken
 from sandlot.drivers.oci.archive import kept_as
-from sandlot.errors import HostFault, NotFound, SandlotError, Unsupported, host_fault
+from sandlot.errors import NotFound, SandlotError, Unsupported, host_fault
 from sandlot.server.volumes import AllowedVolumes
 
 router = APIRouter(prefix="/v1")
@@ -307,9 +307,7 @@ async def _keep(request: Request, file: IO[bytes]) -> None:
 
     async def write() -> None:
         if not room.lasts(place, len(waiting)):
-            raise HostFault(
-                "there is no space left for the image that is sent", "free some there (`sandlot image prune`)"
-            )
+            raise no_room("keep the image that is sent")
         await asyncio.to_thread(file.write, bytes(waiting))
         waiting.clear()
 

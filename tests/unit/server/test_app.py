@@ -211,7 +211,7 @@ async def test_an_image_that_is_sent_leaves_room_for_others(node: Node, tmp_path
     served, client = await client_of(create_app(node, spool=spool))
     try:
         answer = await client.put("/v1/images/large", content=bytes((8 << 20) - 4096))
-        assert "no space left for the image" in fault(answer, 507, "host_fault")
+        assert "no space left to keep the image that is sent" in fault(answer, 507, "host_fault")
         answer = await client.put("/v1/images/small", content=bytes(7 << 20))
         assert "no root file system" in fault(answer, 422, "unsupported")
     finally:

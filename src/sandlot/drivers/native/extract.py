@@ -25,7 +25,7 @@ from sandlot.aio import deadline, shielded
 from sandlot.api import Ending, ImageConfig, SandboxSpec, Volume
 from sandlot.drivers.base import Process, Progress, Spawn
 from sandlot.drivers.images import interpreter_prefix
-from sandlot.drivers.layers import Layer, Room
+from sandlot.drivers.layers import Layer, Room, no_room
 from sandlot.drivers.oci import inflate, unpack
 from sandlot.drivers.oci.manifest import Contents
 from sandlot.errors import BadImage, HostFault, SandlotError, Unsupported, host_fault
@@ -245,10 +245,7 @@ async def _stop(process: Process) -> None:
 
 def _error(kind: str, said: str, what: str, full: frozenset[str]) -> SandlotError:
     if kind == "space" or kind in full:
-        return HostFault(
-            f"there is no space left to unpack {what}",
-            "free some (`sandlot image prune`), or use another state directory",
-        )
+        return no_room(f"unpack {what}")
     if kind == "owners":
         return Unsupported(
             f"{what} cannot be unpacked: this kernel cannot map owners where images are kept",

@@ -30,7 +30,7 @@ from sandlot.drivers import layers
 from sandlot.drivers.oci import inflate, manifest, unpack
 from sandlot.drivers.oci.manifest import Blob, Contents
 from sandlot.drivers.oci.reference import Reference
-from sandlot.errors import BadImage, HostFault, InvalidRequest, NotFound, host_fault
+from sandlot.errors import BadImage, InvalidRequest, NotFound, host_fault
 
 Open = Callable[[], BinaryIO]
 
@@ -286,10 +286,7 @@ def _of_members(path: Path, spool: Spool) -> Archive | None:
             return None
         source.have(math.inf)
         if source.cut:
-            raise HostFault(
-                f"there is no space left to inflate {what}",
-                "free some (`sandlot image prune`), or use another state directory",
-            )
+            raise layers.no_room(f"inflate {what}")
         made = _of_layout(what, tar.find) if tar.kind == "index.json" else _of_docker(what, tar)
         made.closing.append(source)
         unless_made.pop_all()
