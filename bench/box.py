@@ -23,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,10 @@ class Bubblewrap:
 class Runc:
     """runc: `run --detach` of a sleeping container and `exec true`; `exec true` again; `delete --force`."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int | None = None) -> None:
         self._bundle = tempfile.mkdtemp(prefix="sandlot-bench-")
         self._count = 0
+        self._memory = memory
 
     def missing(self) -> str | None:
         if not shutil.which("runc"):
@@ -158,6 +160,8 @@ class Runc:
             spec = json.loads(Path(self._bundle, "config.json").read_text())
             spec["process"] |= {"terminal": False, "args": ["sleep", "1000"]}
             spec["mounts"].append({"destination": "/usr", "type": "bind", "source": "/usr", "options": ["rbind", "ro"]})
+            if self._memory:
+                spec["linux"].setdefault("resources", {})["memory"] = {"limit": self._memory}
             Path(self._bundle, "config.json").write_text(json.dumps(spec))
         try:
             self.round({name: [] for name in ("create_cold_ms", "run_ms", "destroy_ms")})
@@ -180,9 +184,15 @@ class Runc:
             figures["destroy_ms"].append(timed(lambda: command("runc", "delete", "--force", name)))
 
     def burst(self, count: int) -> float:
+        with self.living(count) as seconds:
+            return seconds
+
+    @contextmanager
+    def living(self, count: int) -> Iterator[float]:
+        """That many containers, and the seconds it took to start them at once."""
         names = [f"sandlot-bench-{os.getpid()}-burst-{n}" for n in range(count)]
         try:
-            return at_once([("runc", "run", "--detach", "--bundle", self._bundle, name) for name in names])
+            yield at_once([("runc", "run", "--detach", "--bundle", self._bundle, name) for name in names])
         finally:
             for name in names:
                 subprocess.run(["runc", "delete", "--force", name], capture_output=True, check=False)

@@ -2,8 +2,11 @@
 
 Method: native driver, image `host`, in process; 8 creates at a time. Memory is the fall of MemAvailable, kernel memory
 included. `mb_per_box` is of boxes without a memory limit (all N); `mb_per_box_limited` of a tenth as many with the
-default limit, which costs a memory cgroup each. Caveat: a cgroup v1 kernel pays for each memory cgroup on each mounted
-file system, so limited boxes grow dearer the more there are.
+default limit, made while another tenth live, which costs a memory cgroup each. While those live: `mb_per_memory_cgroup`
+is of memory cgroups with nothing in them, the floor; `mb_per_runc` of runc's containers with a limit and a `sleep`.
+Caveat: a kernel keeps 16 bytes in each memory cgroup for each file system ever mounted at once (a box has six),
+so limited boxes grow dearer with the most boxes that have lived at once since the host started: after ten thousand, an
+empty cgroup alone costs 0.9 MB.
 
     python bench/density.py --boxes 10000 --json
 """
@@ -18,18 +21,16 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from box import Runc, available_mb
+
 from sandlot.api import Limits, NodeAPI, Run, SandboxSpec
+from sandlot.drivers.native.cgroup import mounts
 from sandlot.sandbox import open_node
 
 AT_ONCE = 8
+PEERS = 200
 ECHO = Run(argv=("sh", "-c", "echo $((6 * 7))"))
 T = TypeVar("T")
-
-
-def available_mb() -> float:
-    """MemAvailable in MB."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def host() -> dict[str, int]:
@@ -84,6 +85,37 @@ async def empty(node: NodeAPI, ids: list[str]) -> float:
     return time.perf_counter() - started
 
 
+def runc_mb(count: int) -> float | None:
+    """MB of a container of runc's that sleeps under a memory limit; None where runc cannot make one."""
+    runc = Runc(memory=1 << 30)
+    try:
+        if runc.missing():
+            return None
+        before = available_mb()
+        with runc.living(count):
+            return (before - available_mb()) / count
+    finally:
+        runc.close()
+
+
+def floor_mb(count: int) -> float | None:
+    """MB of a memory cgroup with nothing in it; None where none can be made."""
+    v2, v1 = mounts()
+    root = Path(v1.get("memory") or v2 or "/nonexistent")
+    before, made = available_mb(), [root / f"sandlot-floor-{n}" for n in range(count)]
+    try:
+        for path in made:
+            path.mkdir()
+        holds_memory = any(made[0].glob("memory.*"))
+        return (before - available_mb()) / count if holds_memory else None
+    except OSError:
+        return None
+    finally:
+        for path in made:
+            if path.exists():
+                path.rmdir()
+
+
 async def measure(boxes: int) -> dict[str, Any]:
     before = host()
     node = await open_node(None)
@@ -95,8 +127,11 @@ async def measure(boxes: int) -> dict[str, Any]:
         answered += result.stdout == "42\n"
 
     try:
-        limited, _, mb_limited = await fill(node, max(1, boxes // 10), Limits())
-        await empty(node, limited)
+        # The first use up what the kernel has kept of cgroups that have gone; those after them cost what they cost.
+        first, _, _ = await fill(node, max(1, boxes // 10), Limits())
+        limited, _, mb_limited = await fill(node, len(first), Limits())
+        floor, peer = floor_mb(len(limited)), runc_mb(PEERS)
+        await empty(node, first + limited)
         ids, create_s, mb = await fill(node, boxes, Limits(memory=None))
         await each(ids, ask)
         destroy_s = await empty(node, ids)
@@ -108,6 +143,8 @@ async def measure(boxes: int) -> dict[str, Any]:
         "create_s": round(create_s, 1),
         "mb_per_box": round(mb, 2),
         "mb_per_box_limited": round(mb_limited, 2),
+        "mb_per_memory_cgroup": None if floor is None else round(floor, 2),
+        "mb_per_runc": None if peer is None else round(peer, 2),
         "answered": answered,
         "destroy_s": round(destroy_s, 1),
         "left_behind": sum(max(0, after[name] - before[name]) for name in before),
