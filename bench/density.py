@@ -28,7 +28,7 @@ from sandlot.drivers.native.cgroup import mounts
 from sandlot.sandbox import open_node
 
 AT_ONCE = 8
-PEERS = 200
+CONTAINERS = 200  # of runc
 ECHO = Run(argv=("sh", "-c", "echo $((6 * 7))"))
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ async def measure(boxes: int) -> dict[str, Any]:
         # The first use up what the kernel has kept of cgroups that have gone; those after them cost what they cost.
         first, _, _ = await fill(node, max(1, boxes // 10), Limits())
         limited, _, mb_limited = await fill(node, len(first), Limits())
-        floor, peer = floor_mb(len(limited)), runc_mb(PEERS)
+        floor, peer = floor_mb(len(limited)), runc_mb(CONTAINERS)
         await empty(node, first + limited)
         ids, create_s, mb = await fill(node, boxes, Limits(memory=None))
         await each(ids, ask)
