@@ -5,16 +5,18 @@ BIN := $(VENV)/bin
 INIT := src/sandlot/drivers/native/bin/sandlot-init
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup packages demo test check hostile hostile-controls faults kernels soak ci format clean
+.PHONY: help setup packages demo test learn check hostile hostile-controls faults kernels soak compat ci format clean
 help:
 	@echo "make demo    set up, then train an agent in real sandboxes (about 5 minutes)"
 	@echo "make test    set up, then run the tests"
 	@echo "make setup   make .venv and install everything into it"
 	@echo "make check   format, lint, types, C warnings, layers"
 	@echo "make packages as root: the system's packages that some tests need (they are skipped without)"
+	@echo "make learn   small models that must learn, or must not, in a minute or two"
 	@echo "make hostile attacks on real boxes; make hostile-controls: the same, one protection removed"
 	@echo "make faults  kill -9 of server and boxes a thousand times: nothing may be lost or left"
-	@echo "make ci      check, the slow suites in short, then test: what continuous integration runs"
+	@echo "make compat  other frameworks' own tests of our sandboxes, each in an environment of its own"
+	@echo "make ci      check, test, then the slow suites in short: what continuous integration runs"
 
 setup: $(VENV)/.installed $(INIT)
 
@@ -42,8 +44,14 @@ packages:
 demo: setup
 	$(BIN)/sandlot train recipes/find/demo.toml
 
+# Two at a time, each file by one of them; with a machine to itself, in about five minutes on two processors.
+JOBS ?= 2
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10
+
+# Small models that learn on this machine's processors, and, where rewards are shuffled, do not; runs that are ended and go on.
+learn: setup
+	$(BIN)/python -m pytest -q --durations=5 tests/learn
 
 # ruff, strict types over src, C warnings as errors, and the table of who may import whom.
 check: setup
@@ -77,13 +85,25 @@ kernels: setup
 soak: setup
 	SANDLOT_SOAK_BOXES=20000 $(BIN)/python -m pytest -q -s tests/soak
 
-ci: check hostile hostile-controls
+# A foreign client judges, as it is: pinned, in an environment that holds it, sandlot, and what tests need.
+COMPAT := build/compat
+compat: $(COMPAT)/inspect/.installed $(INIT)
+	$(COMPAT)/inspect/venv/bin/mypy --config-file tests/compat/inspect/mypy.ini
+	$(COMPAT)/inspect/venv/bin/python -m pytest -q --durations=5 tests/compat/inspect
+
+$(COMPAT)/%/.installed: tests/compat/%/requirements.txt pyproject.toml constraints.txt hatch_build.py
+	@mkdir -p $(@D)
+	@test -x $(@D)/venv/bin/python || $(PYTHON) -m venv $(@D)/venv
+	@echo "installing into $(@D)/venv"
+	@$(@D)/venv/bin/python -m pip install --quiet --constraint constraints.txt --requirement $< --editable '.[serve]'
+	@touch $@
+
+ci: check test learn hostile hostile-controls compat
 	SANDLOT_FAULT_ROUNDS=20 $(BIN)/python -m pytest -q -s tests/faults
 	SANDLOT_SOAK_BOXES=400 $(BIN)/python -m pytest -q -s tests/soak
 	@echo "left out here: recipes/find/demo.toml in full (make demo), bench/ (python bench/box.py), the hostile suite as"
 	@echo "an ordinary user (run make hostile as one), other kernels (make kernels), a thousand kills (make faults; 20 here),"
 	@echo "twenty thousand sandboxes (make soak; 400 here)"
-	$(BIN)/python -m pytest -q --durations=10
 
 clean:
 	rm -rf build dist init/build $(INIT)

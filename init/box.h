@@ -2,6 +2,7 @@
 #ifndef SANDLOT_BOX_H
 #define SANDLOT_BOX_H
 
+#include <limits.h>
 #include <linux/filter.h>
 #include <stdint.h>
 #include <sys/resource.h>
@@ -94,7 +95,7 @@ struct child {
 	uint32_t id;   /* of the request that made it; 0: of a node that is gone, and nobody is told */
 	int kind;      /* CHILD_* */
 	int error_fd;  /* CHILD_RUN: exec's errno comes here, CHILD_OPEN: the answer; -1 otherwise */
-	struct held *held; /* what is kept until RELEASE; NULL: nothing */
+	struct held *held; /* what is kept until RELEASE, the spawn's own first; NULL: nothing */
 	struct reply *exit;
 	int killed; /* with its tree, by us */
 };
@@ -102,13 +103,20 @@ enum { CHILD_RUN = 1, CHILD_WORK = 2, CHILD_OPEN = 3 }; /* WORK answers for itse
 
 /* hold.c: what PID 1 keeps so that a node that comes back finds it again. */
 struct held {
+	struct held *next; /* what HOLD added */
+	uint32_t id;	   /* of the request that brought it */
 	int fds[HOLDS_MAX];
 	int count;
 	char note[NOTE_MAX];
 };
 /* Keep the last `count` descriptors of the message. NULL with errno when there are not as many, or no memory. */
 struct held *hold(struct message *message, uint32_t count, const char *note);
+/* Keep all descriptors of the message beside what is `held`. 0, or an errno. */
+int hold_more(struct message *message, struct held *held, const char *note);
+/* With all that was added to it. */
 void let_go(struct held *held);
+/* Whether one of those that were added to it was brought by `id`: then that is let go. */
+int let_go_added(struct held *held, uint32_t id);
 /* Listeners that are kept, by the request that made them. */
 int hold_listener(uint32_t id, int sock, uint32_t port);
 void release_listener(uint32_t id);
@@ -126,12 +134,47 @@ struct failure {
 int spawn(struct message *message, const struct plan *plan, struct child *out);
 /* open.c: fork a child that opens a path. 0 and *out, or an errno. */
 int open_inside(const struct message *message, struct child *out);
-/* As open does it, but for the links of /proc to open files: they lead past every root to what this process holds, which
- * is some of the node's descriptors, and the trees of volumes. */
-int open_path(const char *path, int flags, mode_t mode);
 /* tree.c: fork a child that copies the upper directory, or lists it, and answers by itself. 0 and *out, or an errno. */
 int copy_upper(const struct message *message, int upper, struct child *out);
 int list_upper(const struct message *message, int upper, struct child *out);
+/* Remove it with whatever is in it, but for what is mounted there (EBUSY). What is gone already is no error. */
+int remove_at(int directory, const char *name, int depth);
+/* A copy, in the directory `to`, of what has this name in the directory `from`. */
+int copy_named(int from, int to, const char *name);
+/* files.c: fork a child that does one of FILES_*, and answers by itself. 0 and *out, or an errno. */
+int files_inside(const struct message *message, struct child *out);
+/* Where the last part of a path is: in which directory (O_PATH), under which name; "." for the root, and where the
+ * path ends so. */
+struct place {
+	int directory;
+	char name[NAME_MAX + 1];
+};
+/* Links on the way, and where `follow` at the end, are followed, but for the kernel's own in /proc: they lead to what
+ * this process has open. 0, or -1 with errno. */
+int find_place(const char *path, int follow, struct place *out);
+/* As openat(2), but for the links of /proc to open files: they lead past every root to what this process holds, which is
+ * some of the node's descriptors, and the trees of volumes. */
+int open_path(int directory, const char *path, int flags, mode_t mode);
+int make_parents(const char *path);
+/* Whether its files are not data but the kernel's own words; errors are a yes. */
+int is_of_kernel(int fd);
+/* How the names of what is not finished begin. */
+#define UNFINISHED ".sandlot-"
+/* Whether something is mounted there. */
+int is_mount(int directory, const char *name);
+/* One part of what FILES tells, with two names behind it, through a pipe that is written in large pieces. 0, or -1. */
+int tell(int pipe, const void *head, size_t size, const char *first, const char *second);
+int tell_bytes(int pipe, const void *bytes, size_t size);
+int tell_rest(int pipe);
+/* look.c and watch.c: what they say. 0, or -1 with errno, and where it failed in `where`. */
+struct look {
+	const char *path, *pattern, *text;
+	uint32_t flags;
+	int pipe;
+	char where[PATH_MAX];
+};
+int look_inside(struct look *look);
+int watch_inside(struct look *look);
 /* unpack.c: fork a child that unpacks a tar, and answers by itself. 0 and *out, or an errno. */
 int unpack_inside(const struct message *message, struct child *out);
 /* Owner, mode, extended attributes and times, as `what` and the file `from` have them. 0, or -1 with errno. */

@@ -30,15 +30,41 @@ struct held *hold(struct message *message, uint32_t count, const char *note)
 	for (int i = message->fd_count - (int)count; i < message->fd_count; i++)
 		held->fds[held->count++] = message->fds[i];
 	message->fd_count -= (int)count; /* they are ours now */
+	held->id = message->head.id;
 	strncpy(held->note, note ? note : "", sizeof held->note - 1);
 	return held;
 }
 
+int hold_more(struct message *message, struct held *held, const char *note)
+{
+	while (held->next)
+		held = held->next;
+	held->next = hold(message, (uint32_t)message->fd_count, note);
+	return held->next ? 0 : errno;
+}
+
 void let_go(struct held *held)
 {
-	for (int i = 0; held && i < held->count; i++)
-		close(held->fds[i]);
-	free(held);
+	while (held) {
+		struct held *next = held->next;
+		for (int i = 0; i < held->count; i++)
+			close(held->fds[i]);
+		free(held);
+		held = next;
+	}
+}
+
+int let_go_added(struct held *held, uint32_t id)
+{
+	for (struct held *gone; held && (gone = held->next); held = gone) {
+		if (gone->id != id)
+			continue;
+		held->next = gone->next;
+		gone->next = NULL;
+		let_go(gone);
+		return 1;
+	}
+	return 0;
 }
 
 int hold_listener(uint32_t id, int sock, uint32_t port)

@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
+#include <malloc.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -247,6 +248,8 @@ int main(void)
 	sigset_t all;
 
 	prctl(PR_SET_NAME, "sandlot-init"); /* it may be run from a descriptor, and is called after its number then */
+	/* A large request's memory goes back to the kernel with it: by default the C library learns to keep that much. */
+	mallopt(M_MMAP_THRESHOLD, 128 << 10);
 	say_socket = CONTROL_FD;
 	/* Anything inherited beyond the control socket would keep other boxes' sockets open and them alive. */
 	if (syscall(SYS_close_range, CONTROL_FD + 1, ~0u, 0) < 0)

@@ -49,7 +49,7 @@ static int clone_tree(const char *source)
 /* A path of the image, as a place. */
 static int place(const char *path, int flags)
 {
-	return open_path(path, O_PATH | O_CLOEXEC | flags, 0);
+	return open_path(AT_FDCWD, path, O_PATH | O_CLOEXEC | flags, 0);
 }
 
 /* The same, made with what leads to it where it is missing: of the same kind as `mode` says. With O_NOFOLLOW a link is

@@ -1,5 +1,6 @@
 /* Open a path as a user, inside, in a child of its own: the kernel resolves it in the box's root with that user's
- * rights, so no symlink leads out and no check can be raced; and a path that hangs holds up nobody.
+ * rights, so no symlink leads out and no check can be raced; and a path that hangs holds up nobody. Links of /proc to
+ * open files are not followed: this process has some of the node's.
  *
  * The descriptor goes to PID 1, which passes it on when the child is gone: a program that was just written cannot be
  * started while somebody still has it open for writing. */
@@ -7,13 +8,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
-#include <linux/openat2.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "box.h"
@@ -42,58 +38,6 @@ static int parse(const struct message *message, struct request *request)
 	return more < 0 || bad || !request->path ? EBADMSG : 0;
 }
 
-static int make_parents(const char *path)
-{
-	char *copy = strdup(path);
-
-	if (!copy)
-		return -1;
-	for (char *at = copy + 1; *at && (at = strchr(at, '/')); at++) {
-		*at = 0;
-		if (mkdir(copy, 0755) < 0 && errno != EEXIST)
-			return -1;
-		*at = '/';
-	}
-	return 0;
-}
-
-/* File systems whose files are not data but the kernel's own words. */
-static int of_kernel(long kind)
-{
-	static const long kinds[] = {
-		0x9fa0,	    /* proc */
-		0x62656572, /* sysfs */
-		0x27e0eb,   /* cgroup */
-		0x63677270, /* cgroup2 */
-		0x64626720, /* debugfs */
-		0x74726163, /* tracefs */
-		0x73636673, /* securityfs */
-		0xf97cff8c, /* selinux */
-		0x62656570, /* configfs */
-		0xcafe4a11, /* bpf */
-		0x19800202, /* mqueue */
-		0x6165676c, /* pstore */
-		0xde5e81e4, /* efivarfs */
-		0x65735543, /* fusectl */
-		0x42494e4d, /* binfmt_misc */
-	};
-
-	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
-		if ((uint32_t)kind == (uint32_t)kinds[i])
-			return 1;
-	return 0;
-}
-
-int open_path(const char *path, int flags, mode_t mode)
-{
-	if (flags & O_PATH) /* where open passes over the others, openat2 refuses them */
-		flags &= O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
-	struct open_how how = {
-		.flags = (uint64_t)(unsigned)flags, .mode = flags & O_CREAT ? mode : 0, .resolve = RESOLVE_NO_MAGICLINKS};
-
-	return (int)syscall(SYS_openat2, AT_FDCWD, path, &how, sizeof how);
-}
-
 static int open_as(const struct request *request)
 {
 	if (request->user) {
@@ -110,10 +54,10 @@ static int open_as(const struct request *request)
 		if (mkfifo(request->path, request->mode & 07777) < 0 && errno != EEXIST)
 			return -1;
 	}
-	int fd = open_path(request->path, (int)request->flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, request->mode & 07777);
-	struct statfs system;
+	int fd = open_path(AT_FDCWD, request->path, (int)request->flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY,
+			   (mode_t)request->mode & 07777);
 	/* The node writes, and the kernel asks of some of its files who does: the node may what nobody inside may. */
-	if (fd >= 0 && (request->flags & O_ACCMODE) != O_RDONLY && (fstatfs(fd, &system) < 0 || of_kernel(system.f_type))) {
+	if (fd >= 0 && (request->flags & O_ACCMODE) != O_RDONLY && is_of_kernel(fd)) {
 		errno = EOPNOTSUPP;
 		return -1;
 	}

@@ -221,44 +221,55 @@ static void kill_tree(pid_t root)
 		kill(-1, SIGKILL);
 }
 
-static void kill_request(const struct message *message)
+/* The numbers of a request, by their keys. 0, or EBADMSG: it is malformed, or says more than that. */
+struct wanted {
+	uint16_t key;
+	uint32_t *into;
+};
+
+static int read_numbers(const struct message *message, const struct wanted *wanted, int count)
 {
 	struct view field;
-	struct child *child = NULL;
-	uint32_t offset = 0, run = 0, flags = 0;
+	uint32_t offset = 0;
 	int more;
 
 	while ((more = field_next(message, &offset, &field)) > 0) {
-		if (field.key == FIELD_RUN && field_u32(&field, &run) == 0)
-			child = child_by_id(run);
-		if (field.key == FIELD_FLAGS && field_u32(&field, &flags) < 0)
-			flags = 0;
+		int i = 0;
+		while (i < count && wanted[i].key != field.key)
+			i++;
+		if (i == count || field_u32(&field, wanted[i].into) < 0)
+			return EBADMSG;
 	}
-	if (child && child->exit)
-		child = NULL; /* over already */
-	if (child && flags & KILL_ONLY_ITSELF)
+	return more < 0 ? EBADMSG : 0;
+}
+
+static void kill_request(const struct message *message)
+{
+	uint32_t run = 0, flags = 0;
+	int error = read_numbers(message, (struct wanted[]){{FIELD_RUN, &run}, {FIELD_FLAGS, &flags}}, 2);
+	struct child *child = error ? NULL : child_by_id(run);
+
+	if (!error && (!child || child->exit)) /* over already */
+		error = ESRCH;
+	if (!error && flags & KILL_ONLY_ITSELF)
 		kill(child->pid, SIGKILL);
-	else if (child && !child->killed) { /* a second time, its death would look like a descendant's doing */
+	else if (!error && !child->killed) { /* a second time, its death would look like a descendant's doing */
 		child->killed = 1;
 		kill_tree(child->pid);
 	}
-	answer(message->head.id, more < 0 ? EBADMSG : child ? 0 : ESRCH, -1);
+	answer(message->head.id, error, -1);
 }
 
 static void socket_request(const struct message *message)
 {
-	struct view field;
-	uint32_t offset = 0, port = 0, held = 0;
+	uint32_t port = 0, held = 0;
+	int error = read_numbers(message, (struct wanted[]){{FIELD_PORT, &port}, {FIELD_HOLD, &held}}, 2), sock = -1;
 
-	while (field_next(message, &offset, &field) > 0) {
-		if (field.key == FIELD_PORT && field_u32(&field, &port) < 0)
-			port = 0;
-		if (field.key == FIELD_HOLD && field_u32(&field, &held) < 0)
-			held = 0;
+	if (!error) {
+		sock = message->head.type == FRAME_LISTEN ? listen_inside(port) : connect_inside(port);
+		error = sock < 0 ? errno : 0;
 	}
-	int sock = message->head.type == FRAME_LISTEN ? listen_inside(port) : connect_inside(port);
-	int error = sock < 0 ? errno : 0;
-	if (sock >= 0 && held && hold_listener(message->head.id, sock, port) < 0)
+	if (!error && held && hold_listener(message->head.id, sock, port) < 0)
 		error = errno;
 	answer(message->head.id, error, error ? -1 : sock);
 	if (sock >= 0)
@@ -267,12 +278,10 @@ static void socket_request(const struct message *message)
 
 static void release_request(const struct message *message)
 {
-	struct view field;
-	uint32_t offset = 0, run = 0;
+	uint32_t run = 0;
 
-	while (field_next(message, &offset, &field) > 0)
-		if (field.key == FIELD_RUN && field_u32(&field, &run) < 0)
-			run = 0;
+	if (read_numbers(message, (struct wanted[]){{FIELD_RUN, &run}}, 1))
+		return;
 	struct child *child = child_by_id(run);
 	if (child && child->exit) {
 		forget(child);
@@ -280,22 +289,39 @@ static void release_request(const struct message *message)
 		let_go(child->held);
 		child->held = NULL;
 	}
+	for (int i = 0; !child && i < child_count; i++)
+		if (let_go_added(children[i].held, run))
+			return;
 	release_listener(run);
+}
+
+static void hold_request(struct message *message)
+{
+	struct view field;
+	const char *note = "";
+	uint32_t offset = 0, run = 0;
+	int more, bad = 0;
+
+	while ((more = field_next(message, &offset, &field)) > 0) {
+		switch (field.key) {
+		case FIELD_RUN: bad |= field_u32(&field, &run); break;
+		case FIELD_NOTE: bad |= field_string(&field, &note); break;
+		default: bad = 1;
+		}
+	}
+	struct child *child = child_by_id(run);
+	int error = more < 0 || bad ? EBADMSG : !child || !child->held ? ESRCH : hold_more(message, child->held, note);
+	answer(message->head.id, error, -1);
 }
 
 static void signal_request(const struct message *message)
 {
-	struct view field;
-	uint32_t offset = 0, number = 0, run = 0;
-
-	while (field_next(message, &offset, &field) > 0) {
-		if (field.key == FIELD_SIGNAL && field_u32(&field, &number) < 0)
-			number = 0;
-		if (field.key == FIELD_RUN && field_u32(&field, &run) < 0)
-			number = 0;
-	}
-	int error = number > 0 && number < 65 ? 0 : EINVAL;
+	uint32_t number = 0, run = 0;
+	int error = read_numbers(message, (struct wanted[]){{FIELD_SIGNAL, &number}, {FIELD_RUN, &run}}, 2);
 	pid_t whom = -1;
+
+	if (!error && (number < 1 || number > 64))
+		error = EINVAL;
 	if (!error && run) { /* for a command: it leads a group of its own */
 		struct child *child = child_by_id(run);
 		if (child && !child->exit)
@@ -323,6 +349,7 @@ static void start_request(struct message *message, const struct plan *plan)
 	case FRAME_COPY: error = copy_upper(message, plan->upper, &child); break;
 	case FRAME_LIST: error = list_upper(message, plan->upper, &child); break;
 	case FRAME_UNPACK: error = unpack_inside(message, &child); break;
+	case FRAME_FILES: error = files_inside(message, &child); break;
 	default: error = open_inside(message, &child);
 	}
 	if (!error && (error = remember(child))) {
@@ -344,18 +371,25 @@ static void start_request(struct message *message, const struct plan *plan)
 static void claim_request(const struct message *message, struct plan *plan, uint64_t *end)
 {
 	struct view field;
-	uint64_t lifetime = 0;
+	uint64_t lifetime = 0, grace = plan->grace_ms;
 	uint32_t offset = 0;
-	int bad = 0;
+	int more, bad = 0, given = 0;
 
-	while (field_next(message, &offset, &field) > 0) {
-		if (field.key == FIELD_LIFETIME)
+	while ((more = field_next(message, &offset, &field)) > 0) {
+		switch (field.key) {
+		case FIELD_LIFETIME:
 			bad |= field_u64(&field, &lifetime);
-		if (field.key == FIELD_GRACE)
-			bad |= field_u64(&field, &plan->grace_ms);
+			given = 1;
+			break;
+		case FIELD_GRACE: bad |= field_u64(&field, &grace); break;
+		default: bad = 1;
+		}
 	}
-	if (!bad)
-		*end = wire_until = lifetime ? now_ms() + lifetime : 0;
+	bad |= more < 0 || !given;
+	if (!bad) { /* all of it, or nothing */
+		*end = wire_until = lifetime ? moment_after(lifetime) : 0;
+		plan->grace_ms = grace;
+	}
 	answer(message->head.id, bad ? EBADMSG : 0, -1);
 }
 
@@ -382,9 +416,11 @@ static void serve(struct message *message, struct plan *plan, uint64_t *end)
 	case FRAME_COPY:
 	case FRAME_LIST:
 	case FRAME_UNPACK:
+	case FRAME_FILES:
 	case FRAME_OPEN: start_request(message, plan); break;
 	case FRAME_KILL: kill_request(message); break;
 	case FRAME_RELEASE: release_request(message); break;
+	case FRAME_HOLD: hold_request(message); break;
 	case FRAME_SIGNAL: signal_request(message); break;
 	case FRAME_DISK: disk_request(message, plan->upper); break;
 	case FRAME_CLAIM: claim_request(message, plan, end); break;
@@ -426,6 +462,12 @@ static void welcome(const struct plan *plan)
 		reply_u32(&reply, FIELD_PID, (uint32_t)child->pid);
 		reply_string(&reply, FIELD_NOTE, child->held->note);
 		(void)reply_send_all(CONTROL_FD, &reply, child->held->fds, child->held->count);
+		for (struct held *more = child->held->next; more; more = more->next) {
+			reply_start(&reply, FRAME_HELD, more->id);
+			reply_u32(&reply, FIELD_RUN, child->id);
+			reply_string(&reply, FIELD_NOTE, more->note);
+			(void)reply_send_all(CONTROL_FD, &reply, more->fds, more->count);
+		}
 		if (child->exit)
 			(void)reply_send(CONTROL_FD, child->exit, -1);
 	}
@@ -444,7 +486,7 @@ static _Noreturn void leave(const struct plan *plan, const char *word, int statu
 _Noreturn void pid1(struct plan *plan)
 {
 	sigset_t child_signal;
-	uint64_t end = plan->lifetime_ms ? now_ms() + plan->lifetime_ms : 0, alone_until = 0;
+	uint64_t end = plan->lifetime_ms ? moment_after(plan->lifetime_ms) : 0, alone_until = 0;
 
 	wire_until = end; /* a node that hangs keeps nothing alive */
 	sigemptyset(&child_signal);
@@ -479,11 +521,13 @@ _Noreturn void pid1(struct plan *plan)
 			if (got > 0) {
 				serve(&message, plan, &end);
 				message_free(&message);
-			} else if (got == 0 || (errno != ENOMEM && errno != ETIMEDOUT)) { /* gone, or speaks no frames */
+			} else if (got < 0 && (errno == ENOMEM || errno == EMSGSIZE)) {
+				answer(message.head.id, errno, -1);
+			} else if (got == 0 || errno != ETIMEDOUT) { /* gone, or speaks no frames */
 				if (!plan->grace_ms || plan->listener < 0)
 					leave(plan, "orphaned\n", 1);
 				forget_node();
-				alone_until = now_ms() + plan->grace_ms;
+				alone_until = moment_after(plan->grace_ms);
 				waits[0].fd = -1;
 				waits[2].fd = plan->listener;
 			}

@@ -125,7 +125,7 @@ int look_like(int from, int to, const struct stat *what)
 		       : 0;
 }
 
-static int remove_at(int directory, const char *name, int depth)
+int remove_at(int directory, const char *name, int depth)
 {
 	if (unlinkat(directory, name, 0) == 0 || errno == ENOENT)
 		return 0;
@@ -135,6 +135,10 @@ static int remove_at(int directory, const char *name, int depth)
 		errno = ELOOP;
 		return -1;
 	}
+	if (is_mount(directory, name)) {
+		errno = EBUSY;
+		return -1;
+	}
 	int inner = openat(directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
 	DIR *entries = inner < 0 ? NULL : fdopendir(inner);
 	struct dirent *entry;
@@ -142,8 +146,10 @@ static int remove_at(int directory, const char *name, int depth)
 	while (!failed && (entry = readdir(entries)))
 		if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
 			failed = remove_at(inner, entry->d_name, depth + 1);
+	int error = errno;
 	if (entries)
 		closedir(entries);
+	errno = error;
 	return failed || unlinkat(directory, name, AT_REMOVEDIR) < 0 ? -1 : 0;
 }
 
@@ -352,6 +358,17 @@ static int walk_directory(struct walk *walk, int from, int to, size_t length, in
 	if (!failed)
 		walk->path[length] = 0;
 	return failed ? -1 : 0;
+}
+
+int copy_named(int from, int to, const char *name)
+{
+	static struct walk walk;
+
+	walk.top = to;
+	return snprintf(walk.path, sizeof walk.path, "%s", name) < 0 ||
+			       walk_entry(&walk, from, to, name, strlen(name), 0) < 0
+		       ? -1
+		       : 0;
 }
 
 /* A path of its own: a child that fails tells which file it was. */

@@ -19,6 +19,13 @@ uint64_t now_ms(void)
 	return (uint64_t)now.tv_sec * 1000u + (uint64_t)now.tv_nsec / 1000000u;
 }
 
+uint64_t moment_after(uint64_t ms)
+{
+	uint64_t now = now_ms();
+
+	return ms < UINT64_MAX - now ? now + ms : UINT64_MAX;
+}
+
 int wait_ms(uint64_t first, uint64_t second)
 {
 	uint64_t moment = !first || (second && second < first) ? second : first, now = now_ms();
@@ -58,6 +65,22 @@ static int read_all(int sock, char *into, size_t length)
 	return 1;
 }
 
+/* The next frame begins after it. -1 with `error`, or as `read_all` failed. */
+static int pass_over(int sock, size_t length, int error)
+{
+	char piece[4096];
+
+	while (length > 0) {
+		size_t part = length < sizeof piece ? length : sizeof piece;
+		int rest = read_all(sock, piece, part);
+		if (rest <= 0)
+			return rest;
+		length -= part;
+	}
+	errno = error;
+	return -1;
+}
+
 /* Descriptors ride on the first byte of a frame, so the header is read with recvmsg and the body with recv. */
 int wire_receive(int sock, struct message *out)
 {
@@ -92,16 +115,11 @@ int wire_receive(int sock, struct message *out)
 			return rest;
 		}
 	}
-	if (out->head.length > FRAME_MAX) {
-		message_free(out);
-		errno = EBADMSG;
-		return -1;
-	}
-	out->body = malloc(out->head.length ? out->head.length : 1);
+	if (out->head.length <= FRAME_MAX)
+		out->body = malloc(out->head.length ? out->head.length : 1);
 	if (!out->body) {
 		message_free(out);
-		errno = ENOMEM;
-		return -1;
+		return pass_over(sock, out->head.length, out->head.length > FRAME_MAX ? EMSGSIZE : ENOMEM);
 	}
 	if (out->head.length > 0) {
 		int rest = read_all(sock, out->body, out->head.length);

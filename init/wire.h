@@ -21,6 +21,8 @@ enum frame {
 	FRAME_CLAIM = 12,  /* a parked box gets its lifetime and grace */
 	FRAME_DISK = 13,   /* how much the file system of the upper directory holds */
 	FRAME_UNPACK = 14, /* unpack a tar that comes through a passed pipe */
+	FRAME_FILES = 15,  /* one of FILES_*, by a child that is root in the box */
+	FRAME_HOLD = 16,   /* hold more for a run of which something is held */
 	/* box to node */
 	FRAME_PID = 100,
 	FRAME_READY = 101,
@@ -66,7 +68,31 @@ enum field {
 	FIELD_PID = 35,    /* u32 */
 	FIELD_BYTES = 36,  /* u64: of files that were copied */
 	FIELD_FILES = 37,  /* u32: how many entries were copied */
+	/* of FILES */
+	FIELD_OPERATION = 38, /* u32: FILES_* */
+	FIELD_TO = 39,     /* string: where to move it */
+	FIELD_GROUP = 40,  /* u32 */
+	FIELD_PATTERN = 41, /* string: which names below PATH */
+	FIELD_TEXT = 42,   /* string: what to look for in files */
 };
+
+/* Of FILES. Those that say `pipe` write to a passed one, or read it. */
+enum operation {
+	FILES_LOOK = 1,	  /* tell what is at PATH, or of what is below it what PATTERN names; with TEXT: its lines; pipe */
+	FILES_STORE = 2,  /* the file at PATH becomes what comes; pipe */
+	FILES_MAKE = 3,	  /* a directory */
+	FILES_MOVE = 4,
+	FILES_REMOVE = 5,
+	FILES_CHANGE = 6, /* MODE, USER, GROUP, those of them that are given */
+	FILES_WATCH = 7,  /* tell what happens at or in PATH, until somebody ends the child; pipe */
+};
+#define FILES_FOLLOW 1u	    /* LOOK: a link at the end of PATH */
+#define FILES_CONTENTS 2u   /* LOOK: what is in files, too */
+#define FILES_REGEX 4u	    /* LOOK: TEXT is an extended regular expression */
+#define FILES_ANY_CASE 8u   /* LOOK: in TEXT, capitals and small letters are the same */
+#define FILES_APPEND 16u    /* STORE: at the end of what is there */
+#define FILES_REPLACE 32u   /* MOVE: what is there */
+#define FILES_DEEP 64u	    /* MAKE: missing parents, and one that is there is fine; REMOVE: what is in it; WATCH: below it */
 
 struct header {
 	uint32_t type;
@@ -107,13 +133,16 @@ struct view { /* one field of a message; payload points into its body */
 
 /* Milliseconds of a clock that counts a suspended host's sleep too. */
 uint64_t now_ms(void);
+/* The moment so many milliseconds from now; the last one there is, if that is past it. */
+uint64_t moment_after(uint64_t ms);
 /* How long to wait, at most a minute: until the sooner of two moments, of which 0 is none; -1 without any. */
 int wait_ms(uint64_t first, uint64_t second);
 /* Past this moment nothing here waits for the other side any more (ETIMEDOUT), which may have stopped in the middle of
  * a frame, or read none. 0: never. */
 extern uint64_t wire_until;
 
-/* Read one whole frame, blocking. 1: got it; 0: the peer closed; -1: errno (EBADMSG: not a frame). */
+/* Read one whole frame, blocking. 1: got it; 0: the peer closed; -1: errno (EMSGSIZE, ENOMEM: it is too large, or there
+ * is no room for it; it has been passed over, and its header is there). */
 int wire_receive(int sock, struct message *out);
 void message_free(struct message *message);
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,16 @@ from sandlot.api import SandboxSpec
 from sandlot.errors import SandlotError
 from tests.support import images
 from tests.support.images import Registry
+
+# Where it is set every program that a test starts would compile sandlot anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Nodes that are told of no directory make theirs here: not among this user's own, nor those of tests beside these.
+STATE = os.environ["SANDLOT_STATE_DIR"] = tempfile.mkdtemp(prefix="sandlot-tests-")
+
+
+def pytest_sessionfinish() -> None:
+    shutil.rmtree(STATE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +39,7 @@ def native_reason(tmp_path_factory: pytest.TempPathFactory) -> str | None:
         await driver.close()
 
     try:
-        asyncio.run(one_box(tmp_path_factory.mktemp("node")))
+        asyncio.run(one_box(tmp_path_factory.mktemp(f"node-{os.getpid()}-")))
     except SandlotError as error:
         return str(error)
     return None

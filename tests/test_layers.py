@@ -17,22 +17,25 @@ SOURCE = Path(__file__).parent.parent / "src"
 
 # What each package may import of sandlot. The longest matching prefix of a module's name counts.
 BASE = ("errors", "api", "config", "aio")
-CUSTOMER = (*BASE, "client", "sandbox", "sync")
+CUSTOMER = (*BASE, "local", "client", "sandbox", "sync")
 TABLE: dict[str, tuple[str, ...]] = {
     "errors": (),
     "api": (),
     "aio": ("errors",),
+    "local": ("errors",),
     "packing": ("errors",),
     "config": ("errors",),
     "asgi": ("errors", "api"),
     "drivers": (*BASE, "drivers", "packing"),
     "node": (*BASE, "drivers", "node", "asgi"),
-    "client": (*BASE, "client", "asgi", "packing"),
-    "sandbox": (*BASE, "client", "node", "drivers"),
+    "links": ("errors", "api"),
+    "client": (*BASE, "client", "links", "asgi", "packing"),
+    "sandbox": (*BASE, "local", "client", "node", "drivers"),
     "sync": (*BASE, "sandbox"),
     "envs": (*CUSTOMER, "envs", "gateway.engine"),
     "gateway": (*CUSTOMER, "gateway"),
     "build": (*CUSTOMER, "build"),
+    "integrations": (*CUSTOMER, "integrations"),
     "server": (*CUSTOMER, "asgi", "node", "drivers", "envs", "gateway", "server"),
     "rl.types": (*BASE, "gateway"),
     "rl.engines": (*BASE, "gateway", "rl.types", "rl.engines"),
@@ -49,11 +52,14 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "vllm": ("rl.engines.vllm",),
     "ray": ("cluster.ray_host", "rl.launch"),
     "fastapi": ("server",),
+    "prometheus_client": ("server",),
+    "opentelemetry": ("server.spans",),
     "numpy": ("rl",),
     "matplotlib": ("rl.report",),
     "transformers": ("rl.engines.local", "rl.train", "rl.launch"),
     "uvicorn": ("asgi",),
-    "aiohttp": ("client",),
+    "inspect_ai": ("integrations.inspect",),
+    "aiohttp": ("client", "links"),
     "httpx2": ("node.relay", "node.node", "drivers.oci.registry"),
 }
 
@@ -98,7 +104,17 @@ def test_a_module_imports_only_what_its_level_allows(name: str, path: Path) -> N
 def test_importing_sandlot_loads_nothing_heavy() -> None:
     code = "import sys, sandlot; print(*sorted(m for m in sys.modules if '.' not in m))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "ray", "numpy", "transformers", "uvicorn", "fastapi", "starlette"} & set(loaded)
+    assert not {
+        "torch",
+        "ray",
+        "numpy",
+        "transformers",
+        "uvicorn",
+        "fastapi",
+        "starlette",
+        "websockets",
+        "aiohttp",
+    } & set(loaded)
 
 
 def test_the_table_would_catch_a_wrong_import(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Write src/sandlot/sync.py, the blocking twin of sandbox.py. `--check` says whether it is up to date instead.
 
-Read from the syntax trees of `Sandbox`, `Command` and `Shell`: each public method becomes one that waits for the
-original on a loop in a background thread, with the same signature and docstring. Nothing in sync.py is kept by hand.
+Read from the syntax trees of `Sandbox`, `Command`, `Shell` and `Terminal`: each public method becomes one that waits
+for the original on a loop in a background thread, with the same signature and docstring. Nothing is kept by hand.
 """
 
 from __future__ import annotations
@@ -27,25 +27,37 @@ import atexit
 import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sandlot.api import (
+    EVERY,
+    REPLAY,
     Change,
     Chunk,
     CommandInfo,
+    FileEvent,
+    FileInfo,
+    FilesFound,
     ImageInfo,
     Info,
     Limits,
     NodeAPI,
     Profile,
+    Progress,
     RunResult,
     ShellOutput,
     ShellResult,
+    State,
     Stats,
     Target,
+    TerminalEnd,
+    TerminalInfo,
+    TextFound,
     Volume,
 )
-from sandlot.sandbox import Command, Sandbox, Shell
+from sandlot.errors import SandlotError
+from sandlot.sandbox import Command, Sandbox, Shell, Terminal
 
 T = TypeVar("T")
 
@@ -160,12 +172,35 @@ class SyncShell:
         self.close()
 '''
 
+TERMINAL = '''
+
+class SyncTerminal:
+    """A program on a terminal in a sandbox, which sees what is written here as typed."""
+
+    def __init__(self, inner: Terminal) -> None:
+        """Use `SyncSandbox.terminal`."""
+        self._inner = inner
+        self.id = inner.id
+
+    @property
+    def end(self) -> TerminalEnd | None:
+        """Why no more comes, once all was read."""
+        return self._inner.end
+
+    def __enter__(self) -> SyncTerminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+'''
+
 
 def twin(method: ast.AsyncFunctionDef, source: list[str]) -> str:
     """The blocking form of one method, as source text."""
     is_class = bool(method.decorator_list)
     positional = [argument.arg for argument in method.args.args[1:]]
     named = [f"{argument.arg}={argument.arg}" for argument in method.args.kwonlyargs]
+    named += [f"**{argument.arg}" for argument in (method.args.kwarg,) if argument]
     passed = "".join(f"                {argument},\n" for argument in positional + named)
     call = f"{'Sandbox' if is_class else 'self._inner'}.{method.name}(" + (
         f"\n{passed}            )" if passed else ")"
@@ -181,7 +216,10 @@ def twin(method: ast.AsyncFunctionDef, source: list[str]) -> str:
     if returns == "list[Sandbox]":
         waited = f"[SyncSandbox(each) for each in {waited}]"
         head = [line.replace("-> list[Sandbox]:", "-> list[SyncSandbox]:") for line in head]
-    if returns in ("Shell", "Command"):
+    if returns == "list[Sandbox | SandlotError]":
+        waited = f"[SyncSandbox(each) if isinstance(each, Sandbox) else each for each in {waited}]"
+        head = [line.replace("-> list[Sandbox |", "-> list[SyncSandbox |") for line in head]
+    if returns in ("Shell", "Command", "Terminal"):
         waited = f"Sync{returns}({waited})"
         head = [line.replace(f"-> {returns}:", f"-> Sync{returns}:") for line in head]
     if returns.startswith("AsyncIterator["):
@@ -196,7 +234,7 @@ def generated() -> str:
     tree = ast.parse(text)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     parts = []
-    for head, name in ((HEAD, "Sandbox"), (COMMAND, "Command"), (SHELL, "Shell")):
+    for head, name in ((HEAD, "Sandbox"), (COMMAND, "Command"), (SHELL, "Shell"), (TERMINAL, "Terminal")):
         methods = [
             node for node in classes[name].body if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"
         ]

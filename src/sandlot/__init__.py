@@ -10,6 +10,9 @@ import typing
 if typing.TYPE_CHECKING:
     from sandlot.api import (
         Ending,
+        FileEvent,
+        FileInfo,
+        FilesFound,
         Info,
         Limits,
         NodeAPI,
@@ -18,18 +21,21 @@ if typing.TYPE_CHECKING:
         RunResult,
         SandboxSpec,
         ShellResult,
+        TextFound,
+        TextHit,
         Upstream,
         Volume,
     )
     from sandlot.errors import SandlotError
-    from sandlot.sandbox import Command, Sandbox, Shell, open_node
-    from sandlot.sync import SyncCommand, SyncSandbox, SyncShell
+    from sandlot.sandbox import Command, Sandbox, Shell, Terminal, open_node
+    from sandlot.sync import SyncCommand, SyncSandbox, SyncShell, SyncTerminal
 else:
     _HOMES = {
-        "api": "Ending Info Limits NodeAPI Output Run RunResult SandboxSpec ShellResult Upstream Volume",
+        "api": "Ending FileEvent FileInfo FilesFound Info Limits NodeAPI Output Run RunResult SandboxSpec ShellResult "
+        "TextFound TextHit Upstream Volume",
         "errors": "SandlotError",
-        "sandbox": "Command Sandbox Shell open_node",
-        "sync": "SyncCommand SyncSandbox SyncShell",
+        "sandbox": "Command Sandbox Shell Terminal open_node",
+        "sync": "SyncCommand SyncSandbox SyncShell SyncTerminal",
     }
 
     def __getattr__(name):
@@ -48,6 +54,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Command",
     "Ending",
+    "FileEvent",
+    "FileInfo",
+    "FilesFound",
     "Info",
     "Limits",
     "NodeAPI",
@@ -62,6 +71,10 @@ __all__ = [
     "SyncCommand",
     "SyncSandbox",
     "SyncShell",
+    "SyncTerminal",
+    "Terminal",
+    "TextFound",
+    "TextHit",
     "Upstream",
     "Volume",
     "__version__",

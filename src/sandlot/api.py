@@ -11,12 +11,15 @@ import base64
 import json
 import posixpath
 import re
+import reprlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,6 +27,7 @@ from pydantic import (
     PlainSerializer,
     TypeAdapter,
     ValidationError,
+    WrapValidator,
     field_validator,
 )
 from pydantic_core import PydanticSerializationError
@@ -53,6 +57,9 @@ MOST_BYTES, MOST_FILES = 1 << 50, 1 << 32
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=MOST_BYTES)]
 
+# Of a byte in a file or a stream: the kernel counts no further.
+MOST_OFFSET = (1 << 63) - 1
+
 # A timer takes no more: ten years.
 MOST_SECONDS = 10 * 365 * 86_400
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
@@ -70,11 +77,34 @@ MOST_OUTPUT = 64 << 20
 # Bytes of text that a shell takes at once; what is longer is a file to be sourced.
 MOST_TEXT = 16 << 20
 
+# Bytes of a program's environment and arguments, by Linux's usual limit on its stack.
+MOST_ENV = 2 << 20
+
 # Where programs are looked for, unless an image or a user says otherwise.
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+# A sandbox has users 0 to this one. A name is looked up in its own /etc/passwd, whenever it is used.
+MOST_USER = 65_535
+
+
+def _one_sentence(value: object, read: Callable[[object], T]) -> T:
+    try:
+        return read(value)
+    except ValidationError:  # a sentence for each of the two that it may be, in words of Python
+        said = reprlib.repr(value) if isinstance(value, str) else value
+        raise ValueError(f"{said} is no user: a number from 0 to {MOST_USER}, or a name as in /etc/passwd") from None
+
+
+User = Annotated[
+    Annotated[int, Field(ge=0, le=MOST_USER)] | Annotated[str, Field(pattern=r"^[A-Za-z_][^:\s\x00]{0,255}$")],
+    WrapValidator(_one_sentence),
+]
+
 # Steps of a build are images whose names begin with this; nobody lists them.
 STEP = "step-"
+
+# A tenant's name.
+TENANT = r"^[a-z0-9][a-z0-9-]{0,39}$"
 
 # Each volume is a mount that every start of a box makes; a spec that asks for more than this is a mistake.
 MOST_VOLUMES = 32
@@ -119,10 +149,32 @@ def _as_base64(value: object) -> str:
     return base64.b64encode(value).decode("ascii")
 
 
+def _passed_on(env: dict[str, str]) -> dict[str, str]:
+    size = sum(len(name) + len(value) + 2 for name, value in env.items())
+    if size > MOST_ENV:
+        raise ValueError(f"{size} bytes are more than the {MOST_ENV} that Linux passes to a program; use a file")
+    return env
+
+
+Env = Annotated[dict[str, str], AfterValidator(_passed_on)]
+
+
 class Model(BaseModel):
     """A frozen value that refuses unknown keys, and numbers that are none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _a_file_s(name: str) -> str:
+    try:
+        name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise ValueError(f"{name!r} holds half a character, and no file is called that") from None
+    return name
+
+
+# What may become the name of a file on the host. JSON can spell half of a surrogate pair, which is no byte of any name.
+FileName = Annotated[str, AfterValidator(_a_file_s)]
 
 
 def is_reference(image: str) -> bool:
@@ -171,8 +223,8 @@ class Limits(Model):
 class Volume(Model):
     """A host directory or file that is seen inside. A server shows only what its `--allow-volumes` names."""
 
-    source: str = Field(description="absolute path on the host")
-    target: str = Field(
+    source: FileName = Field(description="absolute path on the host")
+    target: FileName = Field(
         description="absolute path inside, without `.`, `..` or `//`; not / and not in /proc, /sys or /dev"
     )
     read_only: bool = True
@@ -206,12 +258,12 @@ class Profile(StrEnum):
 class SandboxSpec(Model):
     """What a sandbox is asked to be."""
 
-    image: str = Field(
+    image: FileName = Field(
         default="host",
         description="`host`, which is this machine's /usr over a bare root; the name of a snapshot or an import; one "
         "of a registry, as `debian:12`, which is pulled where it is missing; or a directory of the host, as `/srv/x`",
     )
-    env: dict[str, str] = Field(default_factory=dict, description="environment of every command")
+    env: Env = Field(default_factory=dict, description="environment of every command")
     cwd: str | None = Field(
         default=None,
         description="working directory of a command that names none; None: the image's, else /root for user 0 and / "
@@ -233,6 +285,15 @@ class SandboxSpec(Model):
     )
     lifetime: Seconds | None = Field(default=None, description="seconds until the sandbox ends by itself")
     idle_timeout: Seconds | None = Field(default=None, description="seconds without work until it ends")
+    key: str | None = Field(
+        default=None,
+        pattern=r"^[!-~]{1,100}$",
+        description="a create with a key is made once, however often it is asked for: who asks again gets the same "
+        "sandbox, from a server that was killed and started again too. One that nobody came for is ended",
+    )
+    tenant: str | None = Field(
+        default=None, pattern=TENANT, description="whose it is: by itself that of the caller's API key"
+    )
 
     @field_validator("volumes")
     @classmethod
@@ -249,10 +310,11 @@ class Run(Model):
     """One command: a program with its arguments, not shell text. `Sandbox.run` wraps shell text as `sh -c TEXT`."""
 
     argv: tuple[str, ...] = Field(min_length=1)
-    env: dict[str, str] = Field(default_factory=dict, description="added to the sandbox's environment")
+    env: Env = Field(default_factory=dict, description="added to the sandbox's environment")
     cwd: str | None = Field(default=None, description="None: the sandbox's")
-    user: int | None = Field(
-        default=None, ge=0, le=65_535, description="numeric user and group inside; None: the image's, else 0"
+    user: User | None = Field(
+        default=None,
+        description="number of the user and group inside, or the user's name there; None: the image's, else 0",
     )
     stdin: Binary = Field(default=b"", description="bytes on standard input; base64 in JSON")
     stdin_open: bool = Field(default=False, description="more comes by `write_stdin`, until that ends it")
@@ -262,11 +324,23 @@ class Run(Model):
         le=MOST_OUTPUT,
         description="bytes kept of each stream: its head and its tail; None: as the sandbox's `limits.output` says",
     )
+    lossless: bool = Field(
+        default=False,
+        description="when who follows its output is slow it waits, as a program does before a full pipe, so that they "
+        "miss nothing; it waits a minute for the first of them, with a server that was started again too, and ten "
+        "seconds for one to come back when the last has gone",
+    )
     key: str | None = Field(
         default=None,
         pattern=r"^[!-~]{1,100}$",
         description="a run with a key is started once, however often it is asked for: who asks again gets the first "
         "one's result, from a server that was killed and started again too. It goes on when its caller goes away",
+    )
+    kill_on_disconnect: bool = Field(
+        default=False,
+        description="of a run with a key, or one that is left to itself: its tree is killed when the last of those who "
+        "wait for it or follow it goes away before its end, or nobody comes within a minute of its start, or of "
+        "that of a server that found it. Any other is killed when its caller goes away",
     )
 
 
@@ -340,8 +414,8 @@ class ShellSpec(Model):
     """A shell that is asked for."""
 
     cwd: str | None = Field(default=None, description="None: the sandbox's")
-    env: dict[str, str] = Field(default_factory=dict, description="added to the sandbox's environment")
-    user: int | None = Field(default=None, ge=0, le=65_535, description="as for a run")
+    env: Env = Field(default_factory=dict, description="added to the sandbox's environment")
+    user: User | None = Field(default=None, description="as for a run")
 
 
 class ShellInfo(Model):
@@ -351,6 +425,7 @@ class ShellInfo(Model):
     cwd: str = Field(description="where it was after its last command")
     running: str | None = Field(default=None, description="the id of the command that runs in it")
     ended: bool = False
+    exit_code: int | None = Field(default=None, description="once it has ended; 128 + the signal that ended it")
     lacks: tuple[str, ...] = Field(default=(), description="what it cannot do here, a sentence each")
 
 
@@ -362,6 +437,16 @@ class ShellRun(Model):
     timeout: Seconds | None = Field(default=300.0, description="seconds; at the end it is interrupted, then killed")
     output_cap: Bytes | None = Field(default=None, le=MOST_OUTPUT, description="as for a run")
     queue: bool = Field(default=False, description="wait for a command that runs there, instead of being refused")
+    restart: bool = Field(
+        default=False,
+        description="where the shell has ended, put another one in its place first, as new as when it was opened",
+    )
+    key: str | None = Field(
+        default=None,
+        pattern=r"^[!-~]{1,100}$",
+        description="a text with a key is run once, however often it is asked for: who asks again gets the first one's "
+        "result, from a server that was killed and started again too. It goes on when its caller goes away",
+    )
 
     @field_validator("command")
     @classmethod
@@ -372,8 +457,9 @@ class ShellRun(Model):
 
 
 class ShellOutput(Model):
-    """What a finished command of a shell and its children in the background have written so far."""
+    """What a command of a shell and its children in the background have written so far."""
 
+    exit_code: int | None = Field(default=None, description="null: it runs")
     out: Output
     err: Output
 
@@ -385,6 +471,58 @@ class ShellResult(RunResult):
     cwd: str = Field(description="where the shell is now")
     interrupted: bool = False
     ended: bool = Field(default=False, description="the shell is gone: `exit`, `exec`, or it was killed")
+    restarted: bool = Field(default=False, description="the shell had ended before, and another one took its place")
+
+
+# Of a terminal's output, what is replayed to who attaches, at most (bytes). Who is attached may be so far behind before
+# the program waits, as on a real terminal.
+MOST_REPLAY = 256 << 10
+REPLAY = 64 << 10
+
+# Of one message on a WebSocket, either way (bytes): what a person pastes into a terminal.
+MOST_FRAME_BYTES = 1 << 20
+
+_Cells = Annotated[int, Field(ge=1, le=9999)]
+
+
+class TerminalSize(Model):
+    """In letters."""
+
+    rows: _Cells = 24
+    columns: _Cells = 80
+
+
+class TerminalSpec(TerminalSize):
+    """A terminal that is asked for, and the program on it."""
+
+    command: tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="a program and its arguments; null: a login shell"
+    )
+    cwd: str | None = Field(default=None, description="None: the sandbox's")
+    env: Env = Field(default_factory=dict, description="added to the sandbox's environment; TERM has a default")
+    user: User | None = Field(default=None, description="as for a run")
+
+
+class TerminalInfo(TerminalSize):
+    """A terminal of a sandbox."""
+
+    id: str
+    command: tuple[str, ...]
+    attached: bool = Field(description="somebody types there; who only watches does not count")
+    ended: bool = False
+    exit_code: int | None = Field(
+        default=None, description="once its program has ended; 128 + the signal that ended it"
+    )
+
+
+class TerminalEnd(Model):
+    """Why somebody is attached to a terminal no more."""
+
+    reason: Literal["exit", "taken", "closed"] = Field(
+        description="its program has ended; another one was attached in the place of this one; the terminal was "
+        "closed, or its sandbox was reset or has ended"
+    )
+    exit_code: int | None = Field(default=None, description="of `exit`")
 
 
 class Ending(StrEnum):
@@ -403,18 +541,64 @@ class Ending(StrEnum):
     START_FAILED = "start_failed"  # it never came to be
 
 
+State = Literal["running", "paused", "ended"]
+
+
 class Info(Model):
     """What is known of a sandbox; can be asked for an hour after its end."""
 
     id: str
     image: str
-    state: Literal["running", "paused", "ended"]
+    state: State
     created_at: float = Field(description="Unix time, seconds")
     ended_at: float | None = None
     ending: Ending | None = None
     detail: str | None = Field(default=None, description="one sentence about the ending, where there is more to say")
     labels: dict[str, str] = Field(default_factory=dict)
     losses: tuple[str, ...] = Field(default=(), description="defaults that this host does not keep, one sentence each")
+    tenant: str | None = Field(default=None, description="whose it is, on a server that has tenants")
+
+
+class Filter(Model):
+    """Which sandboxes are asked for: those that fit all of it."""
+
+    states: tuple[State, ...] = ("running", "paused")
+    labels: dict[str, str | None] = Field(default_factory=dict, description="None: whatever the label says")
+    image: str | None = Field(default=None, description="as its spec names it")
+    tenant: str | None = None
+
+
+EVERY = Filter()
+
+
+class Quota(Model):
+    """What a tenant's sandboxes may have at once, all together. None: as much as there is."""
+
+    boxes: int | None = Field(default=None, ge=0)
+    cpus: float | None = Field(default=None, ge=0, le=1_000_000, description="the sum of their limits, as of `memory`")
+    memory: Bytes | None = None
+
+
+class Page(Model):
+    """Some sandboxes, in the order in which they were created."""
+
+    sandboxes: tuple[Info, ...]
+    next: str | None = Field(default=None, description="the cursor of what comes after them; None: nothing does")
+
+
+class Fault(Model):
+    """An error as it is told."""
+
+    code: str
+    message: str
+    hint: str | None = None
+
+
+class Made(Model):
+    """One of the sandboxes that were asked for together: it, or why there is none."""
+
+    sandbox: Info | None = None
+    error: Fault | None = None
 
 
 class Stats(Model):
@@ -433,7 +617,7 @@ class ImageConfig(Model):
 
     env: dict[str, str] = Field(default_factory=dict)
     workdir: str | None = Field(default=None, pattern=r"^/", description="absolute path inside")
-    user: int | None = Field(default=None, ge=0, le=65_535, description="numeric; None: 0")
+    user: int | None = Field(default=None, ge=0, le=MOST_USER, description="numeric; None: 0")
     group: int | None = Field(default=None, ge=0, description="that the image gives it; it has its own number's here")
     home: str | None = Field(default=None, description="of that user; None: /root for user 0 and / for any other")
     entrypoint: tuple[str, ...] = Field(default=(), description="kept for who asks: a sandbox starts nothing by itself")
@@ -483,7 +667,7 @@ class PullProgress(Model):
 class Warm(Model):
     """Sandboxes that are kept ready: `create` of such a one takes a quarter of the time."""
 
-    image: str = "host"
+    image: FileName = "host"
     profile: Profile = Profile.DEFAULT
     size: int = Field(ge=1, le=1000, description="how many wait")
 
@@ -504,6 +688,80 @@ class Change(Model):
     directory: bool = False
 
 
+# How much of a file one call carries: what a node is willing to hold in memory for it. More comes in pieces.
+MOST_READ = 64 << 20
+
+# How many things one call tells of.
+MOST_FOUND = 100_000
+
+
+FileKind = Literal["file", "directory", "link", "pipe", "socket", "device"]
+EventKind = Literal["watching", "created", "changed", "attributes", "deleted", "lost"]
+
+
+class FileInfo(Model):
+    """One thing in the file system of a sandbox, as root inside sees it; of a link, the link itself."""
+
+    path: str = Field(description="absolute; a byte that is not UTF-8 is `\\udcXX`, as `os.fsdecode` has it")
+    kind: FileKind
+    size: int = Field(description="bytes")
+    mode: int = Field(description="permission bits, set-id and sticky ones too, as a number")
+    user: int = Field(description="inside; 65534 for one that is nobody there")
+    group: int
+    modified_at: float = Field(description="Unix time, seconds")
+    target: str | None = Field(default=None, description="where a link leads, as it says itself")
+    etag: str = Field(description="another one when what it holds has changed")
+
+
+class FilesFound(Model):
+    """What a pattern names: a directory before what is in it, names in the order of their bytes."""
+
+    files: tuple[FileInfo, ...]
+    more: bool = Field(default=False, description="there are more than were asked for")
+
+
+class TextHit(Model):
+    """A line that holds what was looked for."""
+
+    path: str
+    line: int = Field(description="its number, from 1")
+    column: int = Field(description="the byte of the line where what was found begins, from 1")
+    text: str = Field(description="the line; of one that is longer than a thousand bytes, so much around the place")
+
+
+class TextFound(Model):
+    """The lines of files that hold a text, file by file in the order of `FilesFound`."""
+
+    hits: tuple[TextHit, ...]
+    more: bool = Field(default=False, description="there are more than were asked for")
+
+
+class FileEvent(Model):
+    """Something that happened to a file. What is moved or replaced is `deleted` here and `created` there."""
+
+    kind: EventKind = Field(
+        description="`watching` is the first, from which on all is told; `lost`: too much happened at once, and some "
+        "of it is not told: look yourself"
+    )
+    path: str
+    directory: bool = False
+
+
+class OpenFile(Protocol):
+    """A file of a sandbox that is being read: the same one, whatever is put in its place meanwhile."""
+
+    size: int
+    etag: str | None  # None: a file of the kernel, which is another one each time
+
+    def chunks(self, offset: int = 0, length: int | None = None) -> AsyncIterator[bytes]:
+        """Its bytes from there on, so many of them (None: all). Raises Conflict: it became shorter."""
+        ...
+
+
+# Told while files are copied: how many bytes so far, and of how many; None: that is not known.
+Progress = Callable[[int, int | None], None]
+
+
 class Capability(Model):
     """One promise on this host. `doctor` prints one line for each."""
 
@@ -519,9 +777,40 @@ class Upstream(Model):
     url: str = Field(pattern=r"^https?://", description="requests go to url + their own path")
     headers: dict[str, str] = Field(default_factory=dict)
 
+    @field_validator("headers")
+    @classmethod
+    def _sent_as_they_are(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
+            if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or not re.fullmatch(r"[\t -~\x80-\xff]*", value):
+                raise ValueError(f"{name!r} is not the name of a header, or what it says cannot be sent in one")
+        return headers
+
 
 # Who answers on a routed port: an application in this process, or a URL.
 Target = AsgiApp | Upstream
+
+
+class TerminalLink(Protocol):
+    """Somebody who is attached to a terminal."""
+
+    end: TerminalEnd | None  # why no more comes
+
+    async def read(self) -> bytes:
+        """What comes next, as soon as there is some; b"": no more comes, and `end` says why. Raises Unreachable."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """As if it was typed. Returns when the terminal has taken it, or is on the way there. Raises Conflict: it takes
+        no more from here, and `read` says why; InvalidRequest: this one only watches."""
+        ...
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """The program is told by SIGWINCH. Raises as `write`."""
+        ...
+
+    async def close(self) -> None:
+        """Be attached no more: the program goes on. Idempotent."""
+        ...
 
 
 class NodeAPI(Protocol):
@@ -534,6 +823,20 @@ class NodeAPI(Protocol):
     async def create(self, spec: SandboxSpec) -> Info:
         """Make a sandbox and return when a command can run in it. Raises InvalidRequest, NotFound (image),
         Unsupported, StartFailed."""
+        ...
+
+    async def create_many(self, spec: SandboxSpec, count: int) -> list[Made]:
+        """So many at once, each as `create` makes it; one that cannot be made is told in its place, and costs the
+        others nothing. With a key they are the same ones whenever they are asked for."""
+        ...
+
+    async def page(self, wanted: Filter = EVERY, cursor: str | None = None, limit: int = 100) -> Page:
+        """Some of the sandboxes that fit, ended ones too if it says so, from the place that a page before named. Who
+        takes one page after the other sees each exactly once that is there all the time, whatever comes and goes."""
+        ...
+
+    async def wait_ended(self, sandbox_id: str, timeout: float | None = None) -> Info:
+        """What is known of it once it has ended; after `timeout` seconds as it is. Does not renew its idle time."""
         ...
 
     async def info(self, sandbox_id: str) -> Info:
@@ -561,9 +864,9 @@ class NodeAPI(Protocol):
         """How it ended, once it has. Raises NotFound."""
         ...
 
-    def follow(self, sandbox_id: str, command_id: str, out: int = 0, err: int = 0) -> AsyncIterator[Chunk]:
+    def follow(self, sandbox_id: str, command_id: str, out: int = 0, err: int = 0) -> AsyncGenerator[Chunk, None]:
         """What it writes, as it comes, from these offsets on; ends when it has ended and all was told. Raises
-        NotFound."""
+        NotFound, InvalidRequest (an offset that is none)."""
         ...
 
     async def signal(self, sandbox_id: str, command_id: str, number: int) -> None:
@@ -585,12 +888,13 @@ class NodeAPI(Protocol):
         ...
 
     async def run_in_shell(self, sandbox_id: str, shell_id: str, run: ShellRun) -> ShellResult:
-        """Run a text to its end. Raises Conflict: a command runs there already, or the shell has ended; NotFound."""
+        """Run a text to its end. Raises Conflict: a command runs there already, the shell has ended, or the key is
+        another text's; NotFound."""
         ...
 
     async def shell_output(self, sandbox_id: str, shell_id: str, command_id: str) -> ShellOutput:
-        """What a finished command with children in the background has written so far. Raises NotFound: it had none, or
-        that was too long ago."""
+        """What a command has written so far that runs, has children in the background, has a key, or ran when a server
+        died. Raises NotFound: it has ended and was none of these, or that was too long ago."""
         ...
 
     async def interrupt_shell(self, sandbox_id: str, shell_id: str) -> bool:
@@ -601,13 +905,112 @@ class NodeAPI(Protocol):
         """End it with all that runs in it. Idempotent."""
         ...
 
-    async def read_file(self, sandbox_id: str, path: str) -> bytes:
-        """The bytes of a regular file inside. Does not renew its idle time. Raises NotFound, InvalidRequest (a
-        directory, too large)."""
+    async def open_terminal(self, sandbox_id: str, spec: TerminalSpec = TerminalSpec()) -> TerminalInfo:  # noqa: B008
+        """Start a program on a terminal of its own. It goes on by itself: `attach_terminal` leads there. One that
+        cannot be started says why on the terminal, and ends with 126 or 127. Raises Conflict (there are too many)."""
         ...
 
-    async def write_file(self, sandbox_id: str, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Make or replace a file inside; missing parents are made."""
+    async def terminals(self, sandbox_id: str) -> list[TerminalInfo]:
+        """Its terminals, those whose program has ended and that nobody has closed too."""
+        ...
+
+    async def attach_terminal(
+        self, sandbox_id: str, terminal_id: str, *, replay: int = REPLAY, watch: bool = False
+    ) -> TerminalLink:
+        """Read and write a terminal, beginning with the last `replay` bytes. Who was attached before is told that it
+        was taken, unless this one only `watch`es, as many may. Raises NotFound, InvalidRequest, Conflict (too many)."""
+        ...
+
+    async def close_terminal(self, sandbox_id: str, terminal_id: str) -> None:
+        """End a terminal with all that runs on it. Idempotent."""
+        ...
+
+    # Files. Paths are absolute and resolved inside, as its root sees them: no link leads out. Looking does not renew
+    # the idle time, changing does. All of them raise InvalidRequest for a path that is none, a full disk, a read-only
+    # volume; work while the sandbox is paused; and a change that was begun is finished, whoever goes away.
+
+    async def read_file(self, sandbox_id: str, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """The bytes of a regular file, or so many of them from an offset on; at its end there are fewer. Raises
+        NotFound, InvalidRequest (not a regular file; more than 64 MiB)."""
+        ...
+
+    def open_file(self, sandbox_id: str, path: str) -> AbstractAsyncContextManager[OpenFile]:
+        """A regular file of any size, to be read piece by piece. Raises as `read_file` does."""
+        ...
+
+    async def write_file(
+        self,
+        sandbox_id: str,
+        path: str,
+        data: bytes | AsyncIterator[bytes],
+        mode: int = 0o644,
+        append: bool = False,
+    ) -> None:
+        """Make a file, or replace it at once: a reader sees the old one or the new one, and of two writers one whole.
+        It keeps its owner and gets `mode`; a link is followed; missing parents are made. What comes in pieces may be of
+        any size. With `append` it comes to the end of what is there, whose mode stays. Raises InvalidRequest (not a
+        regular file), Conflict (a file is where a directory is to be)."""
+        ...
+
+    async def stat_file(self, sandbox_id: str, path: str, follow: bool = False) -> FileInfo:
+        """What is at a path: of a link the link itself, unless it is to `follow` it. Raises NotFound."""
+        ...
+
+    async def list_files(self, sandbox_id: str, path: str) -> list[FileInfo]:
+        """What is in a directory, sorted by name. Raises NotFound, InvalidRequest (no directory; more than MOST_FOUND
+        names)."""
+        ...
+
+    async def glob_files(self, sandbox_id: str, pattern: str, limit: int = 10_000) -> FilesFound:
+        """What an absolute pattern names: `*`, `?` and `[a-z]` in names, hidden ones too, and `**` for any number of
+        directories. Links are followed before the first such sign, not behind it; nor is /proc or /sys gone into from
+        elsewhere. What cannot be looked at is passed over."""
+        ...
+
+    async def find_text(
+        self,
+        sandbox_id: str,
+        text: str,
+        path: str = "/",
+        *,
+        names: str = "**",
+        regex: bool = False,
+        ignore_case: bool = False,
+        limit: int = 1000,
+    ) -> TextFound:
+        """The lines with a text in the file `path`, or in those below it that the pattern `names` does. `regex`: as
+        `grep -E` takes it. Files with a NUL in them are passed over. Raises NotFound, InvalidRequest."""
+        ...
+
+    async def make_directory(self, sandbox_id: str, path: str, mode: int = 0o755, parents: bool = True) -> None:
+        """Make a directory. With `parents` the missing ones on the way too, and one that is there already is fine.
+        Raises NotFound (its parent), Conflict (something is there)."""
+        ...
+
+    async def move_file(self, sandbox_id: str, path: str, to: str, replace: bool = False) -> None:
+        """Give a file, link or directory another path, at once; to another file system it is copied first. Raises
+        NotFound, Conflict (something is there, and it is not to be replaced or cannot)."""
+        ...
+
+    async def remove_file(self, sandbox_id: str, path: str, recursive: bool = False) -> None:
+        """Remove a file, a link (not what it leads to), an empty directory; `recursive`: one with all that is in it,
+        unless a volume is. Raises NotFound, Conflict (not empty, a volume)."""
+        ...
+
+    async def change_file(
+        self, sandbox_id: str, path: str, mode: int | None = None, user: int | None = None, group: int | None = None
+    ) -> None:
+        """Give what a path leads to another mode, owner or group; None: as it is. Raises NotFound."""
+        ...
+
+    def watch_files(self, sandbox_id: str, path: str, recursive: bool = False) -> AsyncGenerator[FileEvent, None]:
+        """What happens to a file, or in a directory and, if asked, in those below it, as it happens. Ends when that
+        directory, or the file's, is gone. Raises NotFound, Conflict (the sandbox watches too much already)."""
+        ...
+
+    def download(self, sandbox_id: str, path: str) -> AsyncGenerator[bytes, None]:
+        """What is in a directory, or a single file, as a tar: files, directories and links with their owners, modes and
+        times; other things are left out. Raises NotFound."""
         ...
 
     async def upload(self, sandbox_id: str, path: str, tar: AsyncIterator[bytes], user: int = 0) -> None:

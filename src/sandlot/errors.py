@@ -7,9 +7,12 @@ Sandlot was broken or that the caller asked for something that cannot be had.
     SandlotError
     ├── InvalidRequest     400 invalid        the caller's words are wrong; nothing was started
     │   └── RecipeError    400 recipe         a recipe key, value or combination is wrong
+    ├── Unauthorized       401 unauthorized   the request carries no key, or none of this server's
+    ├── Forbidden          403 forbidden      this key may not do that
     ├── NotFound           404 not_found      no such sandbox, image, file or run
     ├── Conflict           409 conflict       the name, key or port is taken
     ├── SandboxEnded       410 ended          the sandbox is gone; the message says why and when
+    ├── QuotaExceeded      429 quota          a tenant's quota, or a key's rate of requests, is used up
     ├── Unsupported        422 unsupported    this host cannot keep what was asked for by name
     ├── BadImage           422 bad_image      an image is damaged, hostile, or not what its digest says
     ├── Denied             403 denied         a registry does not give this node what it asks for
@@ -72,11 +75,33 @@ def invalid(error: ValidationError) -> InvalidRequest:
     return InvalidRequest("; ".join(found))
 
 
+class Unauthorized(SandlotError):
+    """The request does not carry a key of this server."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class Forbidden(SandlotError):
+    """The key that a request carries is not good for that."""
+
+    code = "forbidden"
+    status = 403
+
+
 class NotFound(SandlotError):
     """There is no sandbox, image, file or run of that name."""
 
     code = "not_found"
     status = 404
+
+
+def no_sandbox(sandbox_id: str) -> NotFound:
+    """Of an id that never was, or is another tenant's: nobody may tell which."""
+    return NotFound(
+        f"there is no sandbox {sandbox_id or repr(sandbox_id)}",
+        "`sandlot ls` or `GET /v1/sandboxes` lists those that run",
+    )
 
 
 class Conflict(SandlotError):
@@ -91,6 +116,18 @@ class SandboxEnded(SandlotError):
 
     code = "ended"
     status = 410
+
+
+class QuotaExceeded(SandlotError):
+    """As much as may be in use at once is in use, or as many requests were made as may be made in a second; then
+    `retry_after` is how many seconds to wait."""
+
+    code = "quota"
+    status = 429
+
+    def __init__(self, message: str, hint: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message, hint)
+        self.retry_after = retry_after
 
 
 class Unsupported(SandlotError):

@@ -12,25 +12,37 @@ import atexit
 import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sandlot.api import (
+    EVERY,
+    REPLAY,
     Change,
     Chunk,
     CommandInfo,
+    FileEvent,
+    FileInfo,
+    FilesFound,
     ImageInfo,
     Info,
     Limits,
     NodeAPI,
     Profile,
+    Progress,
     RunResult,
     ShellOutput,
     ShellResult,
+    State,
     Stats,
     Target,
+    TerminalEnd,
+    TerminalInfo,
+    TextFound,
     Volume,
 )
-from sandlot.sandbox import Command, Sandbox, Shell
+from sandlot.errors import SandlotError
+from sandlot.sandbox import Command, Sandbox, Shell, Terminal
 
 T = TypeVar("T")
 
@@ -132,6 +144,7 @@ class SyncSandbox:
         nested: bool | None = None,
         lifetime: float | None = None,
         idle_timeout: float | None = None,
+        key: str | None = None,
         node: NodeAPI | None = None,
         url: str | None = None,
         api_key: str | None = None,
@@ -140,6 +153,7 @@ class SyncSandbox:
 
         It lives on `node` if one is given, else on the server at `url`, else in this process. A limit that is named
         in `limits` is refused (Unsupported) where the host cannot keep it; `losses` says which defaults it does not.
+        With a `key` it is made once, and whoever creates it again with the same words gets it.
         """
         return cls(_wait(
             Sandbox.create(
@@ -156,11 +170,60 @@ class SyncSandbox:
                 nested=nested,
                 lifetime=lifetime,
                 idle_timeout=idle_timeout,
+                key=key,
                 node=node,
                 url=url,
                 api_key=api_key,
             )
         ))
+
+    @classmethod
+    def create_many(
+        cls,
+        count: int,
+        image: str = "host",
+        *,
+        node: NodeAPI | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+        **more: Any,
+    ) -> list[SyncSandbox | SandlotError]:
+        """So many new sandboxes at once, each as `create` makes it from the same words. In the place of one that could
+        not be made is its error. With a `key` they are made once."""
+        return [SyncSandbox(each) if isinstance(each, Sandbox) else each for each in _wait(
+            Sandbox.create_many(
+                count,
+                image,
+                node=node,
+                url=url,
+                api_key=api_key,
+                **more,
+            )
+        )]
+
+    @classmethod
+    def find(
+        cls,
+        *,
+        states: Sequence[State] = EVERY.states,
+        labels: Mapping[str, str | None] | None = None,
+        image: str | None = None,
+        node: NodeAPI | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+    ) -> list[Info]:
+        """What is known of the sandboxes that fit, ended ones too if `states` says so, the oldest first. A label that
+        is None may say anything."""
+        return _wait(
+            Sandbox.find(
+                states=states,
+                labels=labels,
+                image=image,
+                node=node,
+                url=url,
+                api_key=api_key,
+            )
+        )
 
     @classmethod
     def attach(
@@ -184,16 +247,17 @@ class SyncSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes | str = b"",
         timeout: float | None = 300.0,
-        user: int | None = None,
+        user: int | str | None = None,
         output_cap: int | None = None,
         key: str | None = None,
+        kill_on_disconnect: bool = False,
     ) -> RunResult:
         """Run a command to its end. Text is run by `sh -c`; a sequence is a program and its arguments.
 
         A failure of the command is in the result, never an exception: `exit_code`, `signal`, `timed_out`, `oom`. Of
         each stream `output_cap` bytes are kept (None: the sandbox's `limits.output`). `timeout` is in seconds; None: as
         long as the sandbox lives. A run with a `key` is started once, however often it is asked for, and goes on when
-        its caller goes away.
+        its caller goes away, unless it is to be killed when the last of them does (`kill_on_disconnect`).
         """
         return _wait(
             self._inner.run(
@@ -205,6 +269,7 @@ class SyncSandbox:
                 user=user,
                 output_cap=output_cap,
                 key=key,
+                kill_on_disconnect=kill_on_disconnect,
             )
         )
 
@@ -217,12 +282,16 @@ class SyncSandbox:
         stdin: bytes | str = b"",
         stdin_open: bool = False,
         timeout: float | None = None,
-        user: int | None = None,
+        user: int | str | None = None,
         output_cap: int | None = None,
+        lossless: bool = False,
         key: str | None = None,
+        kill_on_disconnect: bool = False,
     ) -> SyncCommand:
         """Start a command and leave it to itself, as `run` does it otherwise. With `stdin_open` more input comes by
-        `Command.write`. It goes on when this program goes away: `command(id)` finds it again."""
+        `Command.write`. One that is `lossless` waits for who is slow to follow its output, and else misses what is past
+        the cap. It goes on when this program goes away, and `command(id)` finds it again; with `kill_on_disconnect` it
+        ends when whoever waits for it or follows it does."""
         return SyncCommand(_wait(
             self._inner.start(
                 command,
@@ -233,7 +302,9 @@ class SyncSandbox:
                 timeout=timeout,
                 user=user,
                 output_cap=output_cap,
+                lossless=lossless,
                 key=key,
+                kill_on_disconnect=kill_on_disconnect,
             )
         ))
 
@@ -252,7 +323,7 @@ class SyncSandbox:
         ))
 
     def shell(
-        self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: int | None = None
+        self, *, cwd: str | None = None, env: Mapping[str, str] | None = None, user: int | str | None = None
     ) -> SyncShell:
         """A bash that lives on between commands; `sh` where the image has none, and then `lacks` says what it cannot.
         A reset of the sandbox ends it."""
@@ -264,21 +335,214 @@ class SyncSandbox:
             )
         ))
 
-    def read_file(self, path: str) -> bytes:
-        """The bytes of a regular file inside, up to 64 MiB. `path` is absolute."""
+    def terminal(
+        self,
+        command: str | Sequence[str] | None = None,
+        *,
+        rows: int = 24,
+        columns: int = 80,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: int | str | None = None,
+    ) -> SyncTerminal:
+        """A program on a terminal of its own, for a person or for what only talks to one: a login shell, unless a
+        `command` is given, as to `run`. A program that writes more than is read waits, as on any terminal. A reset of
+        the sandbox ends it."""
+        return SyncTerminal(_wait(
+            self._inner.terminal(
+                command,
+                rows=rows,
+                columns=columns,
+                cwd=cwd,
+                env=env,
+                user=user,
+            )
+        ))
+
+    def terminals(self) -> list[TerminalInfo]:
+        """Its terminals, those whose program has ended and that nobody has closed too."""
+        return _wait(
+            self._inner.terminals()
+        )
+
+    def attach_terminal(self, terminal_id: str, *, replay: int = REPLAY, watch: bool = False) -> SyncTerminal:
+        """Come back to a terminal: its last `replay` bytes are read first, at most 256 KiB. Who was attached before is
+        told that it was taken, unless this one only `watch`es. Raises NotFound."""
+        return SyncTerminal(_wait(
+            self._inner.attach_terminal(
+                terminal_id,
+                replay=replay,
+                watch=watch,
+            )
+        ))
+
+    def read_file(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """The bytes of a regular file inside, up to 64 MiB, or so many of them from an offset on. `path` is absolute,
+        as all of them here. Raises NotFound, InvalidRequest."""
         return _wait(
             self._inner.read_file(
                 path,
+                offset,
+                length,
             )
         )
 
     def write_file(self, path: str, data: bytes | str, mode: int = 0o644) -> None:
-        """Make or replace a file inside, with its missing parents; text as UTF-8. Not atomic: written in place."""
+        """Make a file inside, with its missing parents, or replace it at once: nobody sees half of it. Text as UTF-8.
+        Raises InvalidRequest (no regular file, a full disk), Conflict (a file is where a directory is to be)."""
         _wait(
             self._inner.write_file(
                 path,
                 data,
                 mode,
+            )
+        )
+
+    def append_file(self, path: str, data: bytes | str, mode: int = 0o644) -> None:
+        """Add to the end of a file inside, which is made with this mode if it is missing. Raises as `write_file`."""
+        _wait(
+            self._inner.append_file(
+                path,
+                data,
+                mode,
+            )
+        )
+
+    def upload(self, local: str | Path, path: str, *, user: int = 0, progress: Progress | None = None) -> None:
+        """Copy a file of this host to `path`, or what is in a directory of this host below `path`; of any size. What is
+        made belongs to `user`. `progress` is told how many bytes have gone, and of how many. Raises NotFound (here),
+        InvalidRequest, Conflict."""
+        _wait(
+            self._inner.upload(
+                local,
+                path,
+                user=user,
+                progress=progress,
+            )
+        )
+
+    def download(self, path: str, local: str | Path, *, progress: Progress | None = None) -> None:
+        """Copy a file inside to `local`, or into it if that is a directory; or what is in a directory inside below the
+        directory `local`, which is made. Links are copied as links; what is written is the caller's, and never outside
+        `local`. A `local` that is itself a link to a directory is refused, for an earlier download may have left it;
+        links on the way to it are followed. `progress` is told how many bytes have come, and of how many where that is
+        known. Raises NotFound, InvalidRequest, Conflict (such a link), HostFault (here)."""
+        _wait(
+            self._inner.download(
+                path,
+                local,
+                progress=progress,
+            )
+        )
+
+    def stat_file(self, path: str, follow: bool = False) -> FileInfo:
+        """What is at a path: of a link the link itself, unless it is to `follow` it. Raises NotFound."""
+        return _wait(
+            self._inner.stat_file(
+                path,
+                follow,
+            )
+        )
+
+    def list_files(self, path: str) -> list[FileInfo]:
+        """What is in a directory, sorted by name. Raises NotFound, InvalidRequest (no directory)."""
+        return _wait(
+            self._inner.list_files(
+                path,
+            )
+        )
+
+    def glob_files(self, pattern: str, limit: int = 10_000) -> FilesFound:
+        """What an absolute pattern names: `*`, `?` and `[a-z]` in names, hidden ones too, and `**` for any number of
+        directories. A directory comes before what is in it, names in the order of their bytes."""
+        return _wait(
+            self._inner.glob_files(
+                pattern,
+                limit,
+            )
+        )
+
+    def find_text(
+        self,
+        text: str,
+        path: str = "/",
+        *,
+        names: str = "**",
+        regex: bool = False,
+        ignore_case: bool = False,
+        limit: int = 1000,
+    ) -> TextFound:
+        """The lines with a text in the file `path`, or in those below it that the pattern `names` does, as `**/*.py`.
+        `regex`: as `grep -E` takes it. Raises NotFound, InvalidRequest (no expression)."""
+        return _wait(
+            self._inner.find_text(
+                text,
+                path,
+                names=names,
+                regex=regex,
+                ignore_case=ignore_case,
+                limit=limit,
+            )
+        )
+
+    def make_directory(self, path: str, mode: int = 0o755, parents: bool = True) -> None:
+        """Make a directory. With `parents` the missing ones on the way too, and one that is there already is fine.
+        Raises NotFound (its parent), Conflict (something is there)."""
+        _wait(
+            self._inner.make_directory(
+                path,
+                mode,
+                parents,
+            )
+        )
+
+    def move_file(self, path: str, to: str, replace: bool = False) -> None:
+        """Give a file, link or directory another path, at once. Raises NotFound, Conflict (something is there, and it
+        is not to be replaced, or cannot be)."""
+        _wait(
+            self._inner.move_file(
+                path,
+                to,
+                replace,
+            )
+        )
+
+    def remove_file(self, path: str, recursive: bool = False) -> None:
+        """Remove a file, a link, an empty directory; `recursive`: one with all that is in it, unless a volume is.
+        Raises NotFound, Conflict."""
+        _wait(
+            self._inner.remove_file(
+                path,
+                recursive,
+            )
+        )
+
+    def change_mode(self, path: str, mode: int) -> None:
+        """As chmod does; of a link, what it leads to. Raises NotFound."""
+        _wait(
+            self._inner.change_mode(
+                path,
+                mode,
+            )
+        )
+
+    def change_owner(self, path: str, user: int | None = None, group: int | None = None) -> None:
+        """As chown does; None: as it is. Raises NotFound, InvalidRequest (the sandbox has no such user)."""
+        _wait(
+            self._inner.change_owner(
+                path,
+                user,
+                group,
+            )
+        )
+
+    def watch_files(self, path: str, recursive: bool = False) -> Iterator[FileEvent]:
+        """What happens to a file, or in a directory and, if asked, in those below it, as it happens. The first event is
+        `watching`: from then on all is told. Ends when that directory, or the file's, is gone. Raises NotFound."""
+        yield from _iterate(
+            self._inner.watch_files(
+                path,
+                recursive,
             )
         )
 
@@ -357,6 +621,14 @@ class SyncSandbox:
             self._inner.close()
         )
 
+    def wait(self, timeout: float | None = None) -> Info:
+        """What is known of it once it has ended, whoever ended it; after `timeout` seconds as it is."""
+        return _wait(
+            self._inner.wait(
+                timeout,
+            )
+        )
+
 
 class SyncCommand:
     """A command that runs in a sandbox by itself."""
@@ -429,11 +701,15 @@ class SyncShell:
         timeout: float | None = 300.0,
         output_cap: int | None = None,
         queue: bool = False,
+        restart: bool = False,
+        key: str | None = None,
     ) -> ShellResult:
         """Run a text as if it was typed, to its end: no quoting, any number of lines.
 
         At its timeout it is interrupted as by ^C, then killed, and the shell goes on. `exit` and `exec` end the shell,
-        and `ended` says so. Raises Conflict when another text runs, unless it may `queue`, or the shell has ended.
+        and `ended` says so: `restart` puts a new one in its place for this text. With a `key` it is run once, however
+        often it is asked for, and goes on when its caller goes away. Raises Conflict when another text runs, unless it
+        may `queue`, or the shell has ended.
         """
         return _wait(
             self._inner.run(
@@ -442,12 +718,14 @@ class SyncShell:
                 timeout=timeout,
                 output_cap=output_cap,
                 queue=queue,
+                restart=restart,
+                key=key,
             )
         )
 
     def output(self, command_id: str) -> ShellOutput:
-        """What a finished command and its children in the background have written so far, by `ShellResult.id`. Raises
-        NotFound: it had no such children, or that was too long ago."""
+        """What a command has written so far, by `ShellResult.id`: one that runs, has children in the background, or has
+        a key. Raises NotFound: it is none of these, or that was too long ago."""
         return _wait(
             self._inner.output(
                 command_id,
@@ -462,6 +740,74 @@ class SyncShell:
 
     def close(self) -> None:
         """End it with all that runs in it; idempotent."""
+        _wait(
+            self._inner.close()
+        )
+
+
+class SyncTerminal:
+    """A program on a terminal in a sandbox, which sees what is written here as typed."""
+
+    def __init__(self, inner: Terminal) -> None:
+        """Use `SyncSandbox.terminal`."""
+        self._inner = inner
+        self.id = inner.id
+
+    @property
+    def end(self) -> TerminalEnd | None:
+        """Why no more comes, once all was read."""
+        return self._inner.end
+
+    def __enter__(self) -> SyncTerminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self) -> bytes:
+        """What comes next, as soon as there is some; b"": no more comes, and `end` says why."""
+        return _wait(
+            self._inner.read()
+        )
+
+    def output(self) -> Iterator[bytes]:
+        """All that comes, as it comes."""
+        yield from _iterate(
+            self._inner.output()
+        )
+
+    def write(self, data: bytes | str) -> None:
+        """As if it was typed; `"\\x03"` is ^C. Raises Conflict when the terminal takes no more from here."""
+        _wait(
+            self._inner.write(
+                data,
+            )
+        )
+
+    def resize(self, rows: int, columns: int) -> None:
+        """The program is told, by SIGWINCH."""
+        _wait(
+            self._inner.resize(
+                rows,
+                columns,
+            )
+        )
+
+    def wait(self) -> int:
+        """Its program's exit code, once it has ended; what it writes until then is let go. Raises Conflict: somebody
+        else was attached in place of this one, or the terminal was closed."""
+        return _wait(
+            self._inner.wait()
+        )
+
+    def detach(self) -> None:
+        """Let go of it: its program goes on, and `Sandbox.attach_terminal` comes back to it."""
+        _wait(
+            self._inner.detach()
+        )
+
+    def close(self) -> None:
+        """End it with all that runs on it; idempotent."""
         _wait(
             self._inner.close()
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from sandlot.api import Info, Run, SandboxSpec, Upstream
+from sandlot.api import Info, Run, SandboxSpec, ShellRun, TerminalSpec, Upstream
 from sandlot.client import HttpNode
 from sandlot.errors import NotFound, SandboxEnded, SandlotError, StartFailed, Unreachable
 from tests.support.server import Server, alive, first_processes, kill, leftovers, note_nodes, owners, until_gone
@@ -177,6 +177,50 @@ async def test_whatever_is_killed_nothing_is_lost(state: Path) -> None:
     assert [path.name for path in (state / "images").rglob("[!.]*") if path.is_file()] == []
 
 
+async def talk_in(node: HttpNode, box: str, shell: str, key: str, code: int) -> None:
+    """One text of a shell, whatever happens to the server meanwhile."""
+    text = TALK.replace("$1", key).replace("exit $2", f"turn=$((turn+1)); (exit {code})")
+    result = await node.run_in_shell(box, shell, ShellRun(command=text, key=key, timeout=120, queue=True))
+    assert (result.exit_code, result.ended) == (code, False), result
+    assert whole(result.stdout, "out", key), f"{len(result.stdout)} bytes of output"
+    assert whole(result.stderr, "err", key), f"{len(result.stderr)} bytes of errors"
+
+
+async def test_shells_go_on_whenever_their_server_is_killed(state: Path) -> None:
+    print(f"seed {SEED}")
+    chance = random.Random(SEED)
+    async with Server(state, "--orphan-grace", "120") as server:
+        note_nodes(state)
+        node = server.node()
+        box = (await node.create(SandboxSpec())).id
+        shells = [(await node.open_shell(box)).id for _ in range(3)]
+        before = [(await node.run_in_shell(box, each, ShellRun(command="echo $$; turn=0"))).stdout for each in shells]
+        terminal = await node.open_terminal(box, TerminalSpec(command=("cat",)))
+        for number in range(ROUNDS):
+            work = [
+                asyncio.create_task(talk_in(node, box, shell, f"r{number}-{shell}-{again}", chance.randrange(100)))
+                for shell in shells
+                for again in range(2)
+            ]
+            await asyncio.sleep(chance.random() * 0.15)  # about as long as the texts take
+            await server.kill()
+            await asyncio.sleep(chance.random() * 0.1)
+            await server.start()
+            note_nodes(state)
+            await asyncio.gather(*work)
+        starts = (await node.run(box, Run(argv=("cat", "/root/starts")))).stdout.split()
+        assert len(starts) == len(set(starts)) == ROUNDS * len(shells) * 2
+        for shell, pid in zip(shells, before, strict=True):  # which never were another, nor missed a turn
+            told = await node.run_in_shell(box, shell, ShellRun(command="echo $$; echo $turn"))
+            assert told.stdout == f"{pid}{ROUNDS * 2}\n"
+        link = await node.attach_terminal(box, terminal.id)
+        await link.write(b"typed\n")
+        assert b"typed" in await link.read()
+        await link.close()
+        await node.close()
+    assert leftovers(state) == []
+
+
 async def test_a_sandbox_that_is_ended_while_it_is_reset_leaves_no_box(state: Path) -> None:
     print(f"seed {SEED}")
     chance = random.Random(SEED)
@@ -194,7 +238,7 @@ async def test_a_server_that_is_stopped_while_it_forks_and_resets_leaves_nothing
     print(f"seed {SEED}")
     chance = random.Random(SEED)
     for _ in range(4):
-        server = Server(state, "--orphan-grace", "30")
+        server = Server(state, "--orphan-grace", "30", "--drain-seconds", "0")
         await server.start()
         note_nodes(state)
         node = server.node()
@@ -289,7 +333,7 @@ async def test_boxes_of_a_server_that_never_comes_back_end_and_are_swept(state: 
     async with Server(state):  # another address: not the one that they waited for
         note_nodes(state)
         assert not [path for path in Path("/sys/fs/cgroup").glob(f"*/sandlot-{left.name}/*") if path.is_dir()]
-    for path in (left, left / "ledger.jsonl"):  # it stays for the hour in which its server could tell how they ended
+    for path in (left, *left.glob("ledger*")):  # it stays for the hour in which its server could tell how they ended
         os.utime(path, (0, 0))
     async with Server(state):
         note_nodes(state)

@@ -52,7 +52,7 @@ WAYS = ("/..", "/../..", "/proc/1/root", "/proc/self/root/..", "/proc/self/cwd/.
 async def test_no_path_of_a_plan_leads_out(arena: Arena, tmp_path: Path) -> None:
     target = tmp_path / "escaped"
     for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o777)
+        folder.chmod(folder.stat().st_mode | 0o777)
     volumes = (Volume(source="/etc", target="/out"),)
     for way in WAYS:
         with contextlib.suppress(SandlotError):
@@ -73,7 +73,7 @@ async def test_a_volume_shows_what_it_names_and_not_what_is_around(arena: Arena,
     shown, hidden = tmp_path / "shown", tmp_path / "hidden"
     for folder in (shown, hidden):
         folder.mkdir()
-        folder.chmod(0o777)
+        folder.chmod(folder.stat().st_mode | 0o777)
     (hidden / "secret").write_text("x")
     (shown / "link").symlink_to(hidden / "secret")
     (shown / "up").symlink_to("../hidden/secret")

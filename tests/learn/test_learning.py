@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from sandlot.errors import TrainingFault
+from sandlot.node.ledger import default_state_dir
 from sandlot.rl import loop
 from sandlot.rl.launch import launch, open_boxes, open_parts, run_folder
 from sandlot.rl.recipe import Recipe, make_recipe
@@ -25,7 +26,6 @@ from sandlot.rl.report import Report
 from sandlot.rl.types import Episode
 
 HERE = Path(__file__).parent
-NODES = (Path("/var/lib/sandlot"), Path(f"/tmp/sandlot-{os.geteuid()}"))
 FIND = HERE.parents[1] / "recipes" / "find"
 WARM = {"name": "warm", "algorithm": "sft", "demonstrations": 300, "epochs": 22, "lr": 1e-3, "warmup": 10}
 RL = {"name": "rl", "steps": 7, "groups": 8, "group_size": 8, "minibatches": 4, "lr": 5e-4, "warmup": 1}
@@ -94,7 +94,7 @@ async def test_reward_rises_and_everything_adds_up(warm: tuple[Path, float], tmp
         opened, outcomes = parts.gateway.counts, parts.gateway.outcomes
         left = children() - others
         node = next(e for e in seen.episodes if e.samples).transcript["box"].removeprefix("sb-")[:6]
-        places = [path for root in NODES for path in root.glob(f"node-{node}")]
+        places = list(default_state_dir().glob(f"node-{node}"))
         assert left and places
     after, counts = report.counts.success["rl"], report.counts
     report.finish("done", {"evaluations": ["start", "rl"]})

@@ -67,9 +67,13 @@ class Server:
 
 def records(state: Path) -> Iterator[dict[str, Any]]:
     """What the nodes of this state directory wrote down of each box, dead or alive."""
-    for record in state.glob("node-*/boxes/*.json"):
-        with suppress(FileNotFoundError):  # of a box that ends just now
-            yield json.loads(record.read_text())
+    from sandlot.drivers.native import keep
+
+    for directory in state.glob("node-*/boxes"):
+        with suppress(FileNotFoundError):  # of a node that ends just now
+            for record in keep.records(directory):
+                if facts := record.facts():
+                    yield facts
 
 
 def first_processes(state: Path) -> list[int]:

@@ -4,14 +4,19 @@
 2. `drain` lets an answer finish and drops idle connections; `close` drops everything, and the application is told.
 3. Of more connections than there is room for, the next is cut off, and let in when another is gone.
 4. Who sends a head without end, or none, is cut off: it cannot make this process hold more and more.
+5. Who says nothing takes room too where TLS is to begin, and gives it back.
+6. Who is silent in the middle of a body is told so with 408, and cut off; who is slow is not, nor who is held up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,13 +122,17 @@ async def test_a_head_without_end_is_cut_off() -> None:
     served.close()
 
 
-async def test_a_connection_that_asks_nothing_is_dropped() -> None:
+async def test_a_connection_that_asks_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    served = await asgi.serve(listener, Slow(), head_seconds=0.2)
-    for words in (b"", b"GET / HT"):
+    monkeypatch.setattr(asgi._config(), "timeout_keep_alive", 0.2)
+    served = await asgi.serve(listener, Reader(), head_seconds=0.2)
+    for words in (b"", b"GET / HT", REQUEST, REQUEST + b"GET / HT", REQUEST + b"\r\n"):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(words)
+        writer.write(REQUEST if words.startswith(REQUEST) else words)
+        if words.startswith(REQUEST):
+            await reader.readuntil(b"\r\n\r\n0")
+            writer.write(words.removeprefix(REQUEST))
         assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
     served.close()
@@ -154,3 +163,128 @@ async def test_no_more_connections_are_held_than_there_is_room_for() -> None:
     for _, each_writer in held:
         each_writer.close()
     writer.close()
+
+
+def certificate(tmp_path: Path) -> ssl.SSLContext:
+    pem = tmp_path / "cert.pem"
+    words = ["-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run(["openssl", "req", "-x509", *words, "-keyout", pem, "-out", pem], check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pem)
+    return context
+
+
+async def test_who_says_nothing_to_a_tls_server_takes_room_too(tmp_path: Path) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = ("127.0.0.1", listener.getsockname()[1])
+    served = await asgi.serve(listener, app, room=asgi.Room(3), tls=certificate(tmp_path))
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    silent = [await asyncio.open_connection(*address) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    refused, writer = await asyncio.open_connection(*address)
+    with suppress(ConnectionError):
+        assert await asyncio.wait_for(refused.read(), 10) == b""
+    writer.close()
+    silent[0][1].close()  # one goes, one speaks something else
+    silent[1][1].write(REQUEST)
+    with suppress(ConnectionError):
+        await asyncio.wait_for(silent[1][0].read(), 10)
+    for _ in range(5):  # each gives its room back
+        async with asyncio.timeout(10):
+            reader, writer = await asyncio.open_connection(*address, ssl=trusting)
+            writer.write(REQUEST)
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            await writer.wait_closed()
+    served.close()
+    with suppress(ConnectionError):
+        assert await asyncio.wait_for(silent[2][0].read(), 10) == b""  # it was in the middle of it
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*address)
+    for _, writer in silent:
+        writer.close()
+
+
+class Reader:
+    """Answers with how much it was sent, which it begins to read when it is let."""
+
+    def __init__(self) -> None:
+        self.begin, self.left = asyncio.Event(), asyncio.Event()
+        self.begin.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.begin.wait()
+        read, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.left.set()
+                return
+            read += len(message["body"])
+            more = message["more_body"]
+        body = str(read).encode()
+        length = str(len(body)).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        await send({"type": "http.response.body", "body": body})
+
+
+PUT = b"PUT / HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: "
+
+
+@pytest.mark.parametrize("sent", [b"", b"x"])
+async def test_a_body_that_never_comes_is_told_and_cut_off(sent: bytes) -> None:
+    app = Reader()
+    listener = socket.create_server(("127.0.0.1", 0))
+    served = await asgi.serve(listener, app, body_seconds=0.4)
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(PUT + b"10\r\n\r\n" + sent)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"nothing came of the request's body" in answer
+    await asyncio.wait_for(app.left.wait(), 10)
+    writer.close()
+    served.close()
+
+
+async def test_a_body_that_was_refused_is_not_waited_for() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    served = await asgi.serve(listener, app, body_seconds=0.4)
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(PUT.replace(b"connection: close\r\n", b"") + b"10\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"x")
+    with suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    served.close()
+
+
+async def test_a_slow_body_is_read_to_its_end() -> None:
+    app = Reader()
+    listener = socket.create_server(("127.0.0.1", 0))
+    served = await asgi.serve(listener, app, body_seconds=0.4)
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(PUT + b"10\r\n\r\n")
+    for _ in range(10):
+        await asyncio.sleep(0.1)
+        writer.write(b"x")
+    assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"\r\n\r\n10")
+    writer.close()
+    app.begin.clear()  # the caller has sent all that is taken, and it is not its fault that no more is
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    body = b"x" * (8 << 20)
+    writer.write(PUT + str(len(body)).encode() + b"\r\n\r\n" + body)
+    await asyncio.sleep(1)
+    app.begin.set()
+    assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"\r\n\r\n" + str(len(body)).encode())
+    writer.close()
+    served.close()

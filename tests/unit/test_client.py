@@ -5,8 +5,9 @@
 3. An application of this process answers for a sandbox on the server; its key never reaches the box or the application.
 4. A create that is cancelled leaves nothing on the server, and a cancelled run no command; every ending is counted
    there.
-5. No server, a stranger's server and a server that breaks off are three clear errors; a run with a key waits a minute
-   for a server that is gone, counted from when it was last there.
+5. No server, a stranger's server and a server that breaks off are three clear errors; a create, a run with a key and
+   who follows a command wait a minute for a server that is gone, counted from when it was last there, but not for one
+   that never was.
 6. What is told of snapshots, changes and pools is the node's own.
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 import pytest
 
 from sandlot import asgi
-from sandlot.api import Change, Ending, ImageConfig, Limits, Run, RunResult, SandboxSpec, Upstream, Warm
+from sandlot.api import Change, Chunk, Ending, ImageConfig, Limits, Run, RunResult, SandboxSpec, Upstream, Warm
 from sandlot.client import HttpNode
 from sandlot.drivers.base import NOT_KEPT, Keeping
 from sandlot.drivers.fake import Context, FakeDriver
@@ -409,6 +410,102 @@ async def test_a_server_that_stays_away_for_a_minute_is_given_up() -> None:
         with pytest.raises(Unreachable):
             await node.run("sb-1", run("true"))  # without a key it may have run: it is not asked again
         assert flaky.asked == 1
+
+
+@pytest.mark.usefixtures("short_minute")
+async def test_who_follows_a_command_goes_on_where_the_connection_broke() -> None:
+    asked: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).split()[1].decode())
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n")
+        for chunk in told[len(asked) - 1]:
+            line = chunk.model_dump_json().encode() + b"\n"
+            writer.write(b"%x\r\n%b\r\n" % (len(line), line))
+        if len(asked) == len(told):
+            writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    told = [
+        [Chunk(stream="out", offset=5, data=b"abc"), Chunk(stream="err", offset=0, data=b"x")],
+        [],
+        [Chunk(stream="out", offset=8, data=b"def")],
+    ]
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    node = HttpNode(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    assert [chunk.data async for chunk in node.follow("sb-1", "c-1", 5)] == [b"abc", b"x", b"def"]
+    assert [path.partition("?")[2] for path in asked] == ["out=5&err=0", "out=8&err=1", "out=8&err=1"]
+    server.close()
+    asked.clear()
+    async with asyncio.timeout(5):
+        with pytest.raises(Unreachable, match="no server answers"):  # half a second later
+            await anext(node.follow("sb-1", "c-1"))
+    await node.close()
+
+
+async def test_a_create_that_begins_while_the_server_is_away_waits_for_it(local: Node) -> None:
+    served, url = await listening(create_app(local))
+    node = HttpNode(url)
+    box = (await node.create(SandboxSpec())).id
+    served.close()
+    await asyncio.sleep(0.1)
+    work = [
+        asyncio.ensure_future(each)
+        for each in (
+            node.create(SandboxSpec()),
+            node.launch(box, run("true", key="k")),
+            node.run(box, run("true", key="l")),
+        )
+    ]
+    await asyncio.sleep(0.5)
+    assert not any(each.done() for each in work)
+    listener = socket.create_server(("127.0.0.1", int(url.rpartition(":")[2])))
+    served = await asgi.serve(listener, create_app(local))
+    async with asyncio.timeout(20):
+        await asyncio.gather(*work)
+    assert len(await node.list()) == 2
+    await node.close()
+    served.close()
+
+
+async def test_a_server_that_never_was_there_is_not_waited_for() -> None:
+    node = HttpNode("http://127.0.0.1:9")
+    for asked in (node.create(SandboxSpec()), node.wait("sb-1", "c-1"), anext(node.follow("sb-1", "c-1"))):
+        async with asyncio.timeout(5):
+            with pytest.raises(Unreachable, match="no server answers"):
+                await asked
+    await node.close()
+
+
+async def test_what_no_server_can_know_is_not_sent() -> None:
+    node = HttpNode("http://127.0.0.1:9")  # where it would be Unreachable
+    for name in ("", ".", "..", "../..", "a/b"):
+        for asked in (node.info(name), node.destroy(name), node.wait(name, "c-1")):
+            with pytest.raises(NotFound, match="there is no sandbox"):
+                await asked
+        for asked in (node.wait("sb-1", name), node.signal("sb-1", name, 9), anext(node.follow("sb-1", name))):
+            with pytest.raises(NotFound, match="there is no command"):
+                await asked
+        with pytest.raises(NotFound, match="there is no shell"):
+            await node.close_shell("sb-1", name)
+        with pytest.raises(NotFound, match="there is no terminal"):
+            await node.close_terminal("sb-1", name)
+    with pytest.raises(InvalidRequest, match="is not text"):
+        await node.info("\ud800")
+    await node.close()
+    for key in ("a\nb", "\udcff", "caf\xe9"):
+        with pytest.raises(InvalidRequest, match="the API key has a letter") as error:
+            HttpNode("http://127.0.0.1:9", key)
+        assert key not in str(error.value)
+
+
+async def test_words_of_a_shell_may_be_any_bytes(remote: HttpNode) -> None:
+    async with await Sandbox.create(node=remote) as box:
+        for words in ({"env": {"A": "\udcff"}}, {"cwd": "/\udcff"}):
+            try:
+                await (await box.shell(**words)).close()  # type: ignore[arg-type]
+            except SandlotError as error:
+                assert not isinstance(error, Unreachable)
 
 
 async def test_no_server_is_unreachable() -> None:

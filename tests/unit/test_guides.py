@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def blocks() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "text"), blocks(), ids=[name for name, _ in blocks()])
-def test_a_block_prints_what_it_says(name: str, text: str, native_reason: str | None) -> None:
+def test_a_block_prints_what_it_says(name: str, text: str, native_reason: str | None, tmp_path: Path) -> None:
     if native_reason:
         pytest.skip(native_reason)
     program = "from sandlot import *\n"
@@ -30,6 +31,9 @@ def test_a_block_prints_what_it_says(name: str, text: str, native_reason: str | 
         program += f"import asyncio\nasync def block():\n{textwrap.indent(text, '    ')}\nasyncio.run(block())"
     else:
         program += text
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    here = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # where `sandlot` is
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path, env=here
+    )
     wanted = [line.strip() for line in re.findall(r"#.*?\bprints: (.*)", text)]
     assert (done.returncode, done.stdout.splitlines()) == (0, wanted), done.stderr

@@ -24,11 +24,12 @@ from pydantic import ValidationError
 
 from sandlot import api
 from sandlot.aio import shielded
-from sandlot.api import STEP, ImageConfig, ImageInfo, Limits, NodeAPI, SandboxSpec
+from sandlot.api import MOST_USER, STEP, ImageConfig, ImageInfo, Limits, NodeAPI, SandboxSpec
 from sandlot.build import context as files
 from sandlot.build.context import NOTHING, Context, Tree
 from sandlot.build.steps import Build, Configure, Copy, Run, Step, User, Workdir
 from sandlot.errors import BuildFailed, Conflict, InvalidRequest, NotFound, SandlotError, Unsupported, invalid
+from sandlot.local import streamed
 
 # What of its hash is a hidden image's name.
 _DIGITS = 32
@@ -94,6 +95,7 @@ class _Builder:
         self._spec: SandboxSpec | None = None  # of every box, once it is known
 
     async def build(self, what: Build, name: str) -> ImageInfo:
+        await self._spec_of_boxes()  # limits that are none are said before any work
         with suppress(NotFound):
             if (await self._node.image(name)).kind != "built":  # rather now than when all is done
                 raise Conflict(f"the image {name} was not built, and is not replaced", "choose another name")
@@ -252,7 +254,7 @@ class _Builder:
 
     async def _make_workdir(self, box: str, do: Workdir, config: ImageConfig) -> ImageConfig:
         path = posixpath.normpath(posixpath.join(config.workdir or "/", do.path))
-        await self._node.upload(box, path, files.streamed(files.pack((), None, hashlib.sha256())))
+        await self._node.upload(box, path, streamed(files.pack((), None, hashlib.sha256())))
         return config.model_copy(update={"workdir": path})
 
     async def _copy(self, box: str, do: Copy, what: _Making) -> None:
@@ -265,7 +267,7 @@ class _Builder:
         async def upload(path: str, called: str | None = None) -> None:
             digest = hashlib.sha256()
             chunks = files.pack(what.tree.entries, do.mode, digest, called)
-            await self._node.upload(box, posixpath.normpath(path), files.streamed(chunks), user)
+            await self._node.upload(box, posixpath.normpath(path), streamed(chunks), user)
             if digest.hexdigest() != what.content:  # else the step's name would promise something else for ever
                 raise InvalidRequest("its files were changed while they were copied", "run the build again")
 
@@ -294,7 +296,7 @@ class _Builder:
                 "sandbox",
                 f"`{name}:{number}` if that will do, or give it that group in a step before",
             )
-        if not number.isdecimal() or int(number) > 65_535:
+        if not number.isdecimal() or int(number) > MOST_USER:
             raise InvalidRequest(
                 f"there is no user {name!r} in the image",
                 f"`useradd {name}` in a step before, or give a number below 65536",

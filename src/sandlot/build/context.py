@@ -8,26 +8,23 @@ something in the context.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import posixpath
 import re
-import stat
 import tarfile
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sandlot.errors import InvalidRequest, NotFound
+from sandlot.local import below, contents, header, packed
 
 IGNORED = ".dockerignore"
 
-# Bytes that are read and handed on at once.
-_CHUNK = 1 << 20
 _BLOCK = 512
 
 # How what ADD would unpack elsewhere begins, if it is no tar itself: gzip, bzip2, xz, zstd.
@@ -86,7 +83,7 @@ class Context:
                 count += 1
                 path = self._inside(found)
                 if path.is_dir():
-                    entries += self._below(path, "")
+                    entries += self._below(path)
                 else:
                     named.append(Entry(found.name, path))
                     entries.append(named[-1])
@@ -117,15 +114,13 @@ class Context:
             raise InvalidRequest(f"{path} leads out of {self._top}", "copy what it leads to into the context")
         return real
 
-    def _below(self, directory: Path, name: str) -> Iterator[Entry]:
-        for each in sorted(os.scandir(directory), key=lambda each: each.name):
-            path = Path(each.path)
-            relative = path.relative_to(self._top).as_posix()
-            ignored = self._ignored.matches(relative)
-            if not ignored:
-                yield Entry(name + each.name, path)
-            if each.is_dir(follow_symlinks=False) and (not ignored or self._ignored.has_exceptions):
-                yield from self._below(path, f"{name}{each.name}/")
+    def _below(self, directory: Path) -> Iterator[Entry]:
+        def matches(path: Path) -> bool:
+            return self._ignored.matches(path.relative_to(self._top).as_posix())
+
+        for name, path in below(directory, lambda path: self._ignored.has_exceptions or not matches(path)):
+            if not matches(path):
+                yield Entry(name, path)
 
 
 def _matching(directory: Path, part: str) -> list[Path]:
@@ -231,37 +226,18 @@ def pack(entries: Iterable[Entry], mode: int | None, digest: Any, called: str | 
 
 def _packed(entries: Iterable[Entry], mode: int | None, digest: Any, called: str | None) -> Iterator[bytes]:
     for entry in entries:
-        what = entry.path.lstat()
-        info = tarfile.TarInfo(called or entry.name)
-        info.mode = stat.S_IMODE(what.st_mode) if mode is None else mode
-        info.mtime = int(what.st_mtime)
-        if stat.S_ISDIR(what.st_mode):
-            info.type = tarfile.DIRTYPE
-        elif stat.S_ISLNK(what.st_mode):
-            info.type, info.linkname, info.mode = tarfile.SYMTYPE, str(entry.path.readlink()), 0o777
-        elif stat.S_ISREG(what.st_mode):
-            info.size = what.st_size
-        else:
-            raise InvalidRequest(f"{entry.path} is neither a file, a directory nor a link", f"name it in {IGNORED}")
+        info = header(entry.path, called or entry.name, f"name it in {IGNORED}")
+        if mode is not None and not info.issym():
+            info.mode = mode
         facts = (entry.name, info.type.decode(), info.mode, info.size, info.linkname)
         digest.update(json.dumps(facts).encode())
-        yield info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        yield packed(info)
         if info.size:
-            for chunk in _contents(entry.path, info.size):
+            for chunk in contents(entry.path, info.size):
                 digest.update(chunk)
                 yield chunk
             yield bytes(-info.size % _BLOCK)
     yield bytes(2 * _BLOCK)
-
-
-def _contents(path: Path, size: int) -> Iterator[bytes]:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        while size > 0:
-            chunk = file.read(min(size, _CHUNK))
-            if not chunk:
-                raise InvalidRequest(f"{path} became shorter while it was copied", "run the build again")
-            size -= len(chunk)
-            yield chunk
 
 
 def hashed(entries: Iterable[Entry], mode: int | None) -> str:
@@ -270,16 +246,3 @@ def hashed(entries: Iterable[Entry], mode: int | None) -> str:
     for _ in pack(entries, mode, digest):
         pass
     return digest.hexdigest()
-
-
-async def streamed(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """What a generator that blocks yields, in chunks that are worth a thread's while."""
-
-    def some() -> bytes:
-        found = bytearray()
-        while len(found) < _CHUNK and (chunk := next(chunks, None)) is not None:
-            found += chunk
-        return bytes(found)
-
-    while chunk := await asyncio.to_thread(some):
-        yield chunk

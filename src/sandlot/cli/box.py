@@ -1,106 +1,280 @@
-"""`sandlot run`: one command in a fresh sandbox."""
+"""The sandboxes of a server, from `sandlot create` to `sandlot rm`."""
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-from typing import Annotated, Any
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Literal
 
 import typer
 
-from sandlot.api import RunResult
-from sandlot.cli import interrupt, say
-from sandlot.errors import InvalidRequest
-from sandlot.sandbox import Sandbox, open_node
+from sandlot.aio import deadline
+from sandlot.api import EVERY, Ending, Info
+from sandlot.cli import completion, foreground, interrupt, options, say
+from sandlot.errors import DeadlineExceeded, InvalidRequest, SandlotError
+from sandlot.sandbox import Sandbox
 
-# What is kept of each stream of the command (bytes): all of it, for any output a person wants to see.
-_OUTPUT_CAP = 64 << 20
+Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", "-l", metavar="NAME[=VALUE]", help="Only those with this label. May be repeated."),
+]
 
 
-def run(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="A program and its arguments, after `--`.")],
-    image: Annotated[str, typer.Option(help="Image of the sandbox.")] = "host",
-    url: Annotated[
-        str | None, typer.Option(envvar="SANDLOT_URL", help="A server to use; without one it runs in this process.")
+def create(
+    image: Annotated[str, typer.Argument(metavar="[IMAGE]", help="`host`, a snapshot, `debian:12`, …")] = "host",
+    label: Annotated[
+        list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE", help="To find it by. May be repeated.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="SANDLOT_API_KEY", help="The server's key.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory limit, such as 512M.")] = None,
-    pids: Annotated[int | None, typer.Option(help="Limit on processes and threads.")] = None,
-    cpus: Annotated[float | None, typer.Option(help="CPU seconds per second.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Limit on the files it writes, such as 1G.")] = None,
-    env: Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="May be repeated.")] = None,
-    volume: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--volume",
-            "-v",
-            metavar="HOST:INSIDE[:rw]",
-            help="Show a host directory inside, read-only; of a server only what its --allow-volumes names.",
-        ),
-    ] = None,
-    cwd: Annotated[
-        str | None, typer.Option(help="Working directory; without one the image's, else /root, or / for another user.")
-    ] = None,
-    user: Annotated[int | None, typer.Option(help="Numeric user inside; without one the image's, else 0.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds until the command is killed.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="Where the node of this process keeps its directory.")] = None,
-    stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it this command's standard input.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the output.")] = False,
+    env: options.Env = None,
+    limit: options.Limit = None,
+    volume: options.Volume = None,
+    cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="Working directory of its commands.")] = None,
+    lifetime: Annotated[float | None, typer.Option(help="Seconds until it ends by itself.")] = None,
+    idle_timeout: Annotated[float | None, typer.Option(help="Seconds without work until it ends.")] = None,
+    network: Annotated[
+        Literal["none", "host"], typer.Option(help="`host` is the server's own network, if it allows that.")
+    ] = "none",
+    profile: Annotated[
+        Literal["strict", "default", "debug"], typer.Option(help="How much of the kernel it sees.")
+    ] = "default",
+    url: options.Server = None,
+    api_key: options.Key = None,
+    json: options.Json = False,
 ) -> int:
-    """Run a command in a fresh sandbox, print its output and exit with its status.
+    """Make a sandbox on a server and print its id. It lives until `sandlot rm`, or as its times say."""
 
-    The status is the command's own; 128 + the signal that ended it; 127 if there is no such program. Ctrl-C or SIGTERM
-    ends the sandbox first, and then exits with 130 or 143.
-    """
-    limits = {"memory": memory, "pids": pids, "cpus": cpus, "disk": disk}
-    named = {name: value for name, value in limits.items() if value is not None}
-    given = sys.stdin.buffer.read() if stdin else b""
+    async def work() -> int:
+        async with options.server(url, api_key) as node:
+            await options.fetched(node, image)
+            box = await Sandbox.create(
+                image,
+                labels=options.pairs("--label", label),
+                env=options.environment(env),
+                limits=options.pairs("--limit", limit),
+                volumes=options.volumes(volume),
+                cwd=cwd,
+                lifetime=lifetime,
+                idle_timeout=idle_timeout,
+                network=network,
+                profile=profile,
+                node=node,
+            )
+            if json:
+                say.data((await box.info()).model_dump())
+            else:
+                say.out(box.id)
+        return 0
 
-    async def work() -> tuple[str, RunResult]:
-        node = await open_node(url, api_key, state_dir)
-        try:
-            environment = dict(_pair(text) for text in env or ())
-            volumes = [_volume(text) for text in volume or ()]
-            box = await Sandbox.create(image, env=environment, limits=named, volumes=volumes, node=node)
-            async with box:
-                result = await box.run(
-                    command, cwd=cwd, user=user, stdin=given, timeout=timeout, output_cap=_OUTPUT_CAP
-                )
-            return box.id, result
-        finally:
-            await node.close()
+    return interrupt.run(work())
 
-    sandbox_id, result = interrupt.run(work())
+
+def ls(
+    label: Labels = None,
+    everyone: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended in the last hour too.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")] = False,
+    url: options.Server = None,
+    api_key: options.Key = None,
+    json: options.Json = False,
+) -> int:
+    """Show the sandboxes of a server that run or are paused, the oldest first."""
+
+    async def work() -> int:
+        states = (*EVERY.states, "ended") if everyone else EVERY.states
+        async with options.server(url, api_key) as node:
+            found = await Sandbox.find(states=states, labels=options.labels(label), node=node)
+        if json:
+            say.data([each.model_dump() for each in found])
+        elif quiet:
+            for each in found:
+                say.out(each.id)
+        else:
+            say.table(("id", "image", "state", "age", "labels"), [_row(each) for each in found])
+        return 0
+
+    return interrupt.run(work())
+
+
+def _row(info: Info) -> tuple[str, ...]:
+    labels = " ".join(f"{name}={value}" for name, value in info.labels.items())
+    state = info.state if info.ending is None else f"{info.state} ({info.ending.value})"
+    return info.id, info.image, state, _age(time.time() - info.created_at), labels
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def rm(
+    sandboxes: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID…]", help="Their ids.", autocompletion=completion.sandboxes)
+    ] = None,
+    everyone: Annotated[bool, typer.Option("--all", help="All of the server's.")] = False,
+    label: Labels = None,
+    url: options.Server = None,
+    api_key: options.Key = None,
+    json: options.Json = False,
+) -> int:
+    """End sandboxes. When this returns, no process of them is left."""
+    labels = options.labels(label)
+    if bool(sandboxes) + everyone + bool(labels) != 1:
+        raise InvalidRequest("say which sandboxes: by their ids, by `--label NAME=VALUE`, or `--all`", "`sandlot ls`")
+
+    async def work() -> int:
+        async with options.server(url, api_key) as node:
+            ids = sandboxes or [each.id for each in await Sandbox.find(labels=labels, node=node)]
+            return await _each("removed", ids, lambda each: node.destroy(each, Ending.KILLED), json)
+
+    return interrupt.run(work())
+
+
+def pause(
+    sandboxes: options.Ids, url: options.Server = None, api_key: options.Key = None, json: options.Json = False
+) -> int:
+    """Stop every process of sandboxes where it is."""
+
+    async def work() -> int:
+        async with options.server(url, api_key) as node:
+            return await _each("paused", sandboxes, node.pause, json)
+
+    return interrupt.run(work())
+
+
+def resume(
+    sandboxes: options.Ids, url: options.Server = None, api_key: options.Key = None, json: options.Json = False
+) -> int:
+    """Let paused sandboxes go on."""
+
+    async def work() -> int:
+        async with options.server(url, api_key) as node:
+            return await _each("resumed", sandboxes, node.resume, json)
+
+    return interrupt.run(work())
+
+
+def reset(
+    sandbox: options.Id,
+    image: Annotated[str | None, typer.Argument(metavar="[IMAGE]", help="Another image than its own.")] = None,
+    url: options.Server = None,
+    api_key: options.Key = None,
+    json: options.Json = False,
+) -> int:
+    """Take a sandbox back to its image, or to another one: its processes and files are gone, its id stays."""
+
+    async def work() -> int:
+        async with options.server(url, api_key) as node:
+            if image is not None:
+                await options.fetched(node, image)
+            return await _each("reset", [sandbox], lambda each: node.reset(each, image), json)
+
+    return interrupt.run(work())
+
+
+def wait(
+    sandbox: options.Id,
+    command: Annotated[
+        str | None, typer.Argument(metavar="[COMMAND]", help="What `sandlot exec -d` printed: wait for this only.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds to wait at most.")] = None,
+    url: options.Server = None,
+    api_key: options.Key = None,
+    json: options.Json = False,
+) -> int:
+    """Wait until a sandbox has ended and print how, or until a command in it has and exit with its status."""
+
+    async def work() -> int:
+        async with options.server(url, api_key) as node:
+            if command is not None:
+                async with deadline(timeout, f"command {command} of sandbox {sandbox}"):
+                    result = await node.wait(sandbox, command)
+                return foreground.said(result, sandbox, json)
+            box = await Sandbox.attach(sandbox, node=node)  # a server that is not there at first is not waited for
+            info = await box.wait(timeout)
+        if info.ending is None:
+            raise DeadlineExceeded(f"sandbox {sandbox} did not end within {timeout:g} s")
+        if json:
+            say.data(info.model_dump())
+        else:
+            say.out(info.ending.value + (f": {info.detail}" if info.detail else ""))
+        return 0
+
+    return interrupt.run(work())
+
+
+async def _each(what: str, ids: Sequence[str], work: Callable[[str], Awaitable[Info]], json: bool) -> int:
+    """Do it with each, at once. What fails of one does not keep the others; the status is the first one's."""
+    results = await asyncio.gather(*(work(each) for each in ids), return_exceptions=True)
+    failed = [result for result in results if isinstance(result, BaseException)]
     if json:
-        fields = result.model_dump(exclude={"out", "err"})
-        cut = result.out.truncated or result.err.truncated
-        say.data({**fields, "stdout": result.stdout, "stderr": result.stderr, "truncated": cut, "sandbox": sandbox_id})
-        return result.exit_code
-    for stream, output in ((sys.stdout.buffer, result.out), (sys.stderr.buffer, result.err)):
-        stream.write(output.data)
-        stream.flush()
-        if output.truncated:
-            say.note(f"({output.total - len(output.data)} bytes in the middle were left out)")
-    if result.timed_out:
-        say.note(f"(killed: it ran longer than {timeout:g} s)")
-    if result.oom:
-        say.note("(the kernel killed it for memory: a higher `--memory` may help)")
-    return result.exit_code
+        say.data([result.model_dump() for result in results if isinstance(result, Info)])
+    for sandbox, result in zip(ids, results, strict=True):
+        if isinstance(result, Info) and not json:
+            say.note(f"{what} {sandbox}")
+    for failure in failed:
+        if not isinstance(failure, SandlotError) or len(ids) == 1:
+            raise failure
+        say.error(failure.message, failure.hint)
+    return say.status(failed[0]) if failed and isinstance(failed[0], SandlotError) else 0
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        if name not in os.environ:
-            raise InvalidRequest(f"--env {text}: there is no such variable here", "write it as `--env NAME=VALUE`")
-        value = os.environ[name]
-    return name, value
+def snapshot(
+    sandbox: options.Id,
+    name: Annotated[str, typer.Argument(help="Of the new image.")],
+    url: options.Server = None,
+    api_key: options.Key = None,
+    json: options.Json = False,
+) -> int:
+    """Make an image of a sandbox's files as they are now, for `sandlot create NAME`."""
+
+    async def work() -> int:
+        async with options.server(url, api_key) as node:
+            made = await node.snapshot(sandbox, name)
+        if json:
+            say.data(made.model_dump())
+        else:
+            say.note(f"made {made.name}: {made.bytes / 1e6:.1f} MB, {made.files} files over {made.base}")
+        return 0
+
+    return interrupt.run(work())
 
 
-def _volume(text: str) -> dict[str, Any]:
-    source, _, rest = text.partition(":")
-    target, _, mode = rest.partition(":")
-    if not source or not target or mode not in ("", "ro", "rw"):
-        raise InvalidRequest(f"--volume {text} is not HOST:INSIDE or HOST:INSIDE:rw")
-    return {"source": os.path.abspath(source), "target": target, "read_only": mode != "rw"}  # noqa: PTH100
+def fork(
+    sandbox: options.Id,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many.")] = 1,
+    url: options.Server = None,
+    api_key: options.Key = None,
+    json: options.Json = False,
+) -> int:
+    """Make sandboxes like this one, with its files and none of its processes, and print their ids."""
+
+    async def work() -> int:
+        async with options.server(url, api_key) as node:
+            made = await node.fork(sandbox, count)
+        if json:
+            say.data([each.model_dump() for each in made])
+        else:
+            for each in made:
+                say.out(each.id)
+        return 0
+
+    return interrupt.run(work())
+
+
+def diff(
+    sandbox: options.Id, url: options.Server = None, api_key: options.Key = None, json: options.Json = False
+) -> int:
+    """Show what differs from a sandbox's image: A was added, C changed, D deleted."""
+
+    async def work() -> int:
+        async with options.server(url, api_key) as node:
+            found = await node.diff(sandbox)
+        if json:
+            say.data([each.model_dump() for each in found])
+        else:
+            say.changes(found)
+        return 0
+
+    return interrupt.run(work())

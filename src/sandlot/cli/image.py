@@ -60,12 +60,7 @@ def pull(
     """Fetch an image from its registry, or what has changed there since."""
 
     async def work(node: NodeAPI) -> None:
-        found: ImageInfo | None = None
-        with _Shown() as shown:
-            async for progress in node.pull_image(reference):
-                shown.show(progress)
-                found = progress.image
-        assert found is not None
+        found = await pulled(node, reference)
         if json:
             say.data(found.model_dump())
         else:
@@ -128,7 +123,7 @@ def inspect(name: Name, url: Url = None, api_key: Key = None, state_dir: State =
             if value not in (None, (), {}):
                 shown = " ".join(value) if isinstance(value, tuple) else value
                 for line in [f"{key}={each}" for key, each in shown.items()] if isinstance(shown, dict) else [shown]:
-                    say.out(f"{word:10}  {line}")
+                    say.out(f"{word:10}  {say.clean(str(line))}")
 
     return _with(work, url, api_key, state_dir)
 
@@ -139,13 +134,17 @@ def rm(
     url: Url = None,
     api_key: Key = None,
     state_dir: State = None,
+    json: Json = False,
 ) -> int:
     """Delete images. Sandboxes that were made from them live on."""
 
     async def work(node: NodeAPI) -> None:
         for name in names:
             await node.delete_image(name)
-            say.note(f"deleted {name}")
+            if not json:
+                say.note(f"deleted {name}")
+        if json:
+            say.data([{"name": name} for name in names])
 
     return _with(work, url, api_key, state_dir)
 
@@ -179,6 +178,17 @@ def prune(url: Url = None, api_key: Key = None, state_dir: State = None, json: J
             say.note("there was nothing to delete")
 
     return _with(work, url, api_key, state_dir)
+
+
+async def pulled(node: NodeAPI, reference: str) -> ImageInfo:
+    """Pull an image, and show how far that is."""
+    found: ImageInfo | None = None
+    with _Shown() as shown:
+        async for progress in node.pull_image(reference):
+            shown.show(progress)
+            found = progress.image
+    assert found is not None
+    return found
 
 
 def _size(count: int) -> str:

@@ -49,6 +49,10 @@ class Keeping:
 
 NOT_KEPT = Keeping()
 
+# Pseudo terminals of a box. The host has 4,096 in all, of which 1,024 are reserved, and one box must not take them all;
+# two hundred shells, which have one each, and a few for people must fit.
+PTYS = 256
+
 # What can be held of a process: descriptors, and bytes of a note about them.
 MOST_HELD = 8
 MOST_NOTE = 500
@@ -65,6 +69,20 @@ class Hold:
         size = len(os.fsencode(self.note))
         if len(self.fds) > MOST_HELD or size > MOST_NOTE:
             raise ValueError(f"{len(self.fds)} descriptors and a note of {size} bytes are more than can be held")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What to tell of: the thing at `path`, or with a `pattern` (`**/*.c`) what that names below it, `**` the thing
+    itself too. With a `text` the lines that hold it, of the files among them."""
+
+    path: str
+    pattern: str | None = None
+    follow: bool = False  # a link at the end of `path`
+    contents: bool = False  # of files, behind each
+    text: str | None = None
+    regex: bool = False
+    any_case: bool = False  # only of a regex
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +124,11 @@ class Process(Protocol):
 
     async def kill_tree(self) -> None:
         """SIGKILL it and all its descendants, those that left its group or session too. Idempotent."""
+        ...
+
+    async def hold(self, more: Hold) -> Callable[[], None]:
+        """Keep more of a process that was spawned with a `hold`, until what is returned is called, or `release`. Raises
+        OSError, HostFault."""
         ...
 
     async def release(self) -> None:
@@ -151,6 +174,45 @@ class Box(Protocol):
         written."""
         ...
 
+    # What follows is done as root inside. OSErrors have the errno from inside, and a path where it is another than the
+    # one that was asked for. InvalidRequest: the box has no memory, or no process, left for it.
+
+    async def look(self, what: Look, out: int) -> None:
+        """Tell what is there through the pipe `out`: an `Entry` for each thing, or a `Hit` for each line. Returns when
+        all was told; cancelled, nothing more is. The caller owns the descriptor. Raises OSError; EINVAL: the text is no
+        expression, and why."""
+        ...
+
+    async def store(self, path: str, source: int, mode: int = 0o644, append: bool = False) -> None:
+        """The file at `path` becomes what comes through the pipe `source` in the form of `pieces`, as
+        `NodeAPI.write_file` says: when that breaks off (EBADMSG) it is as it was. Raises OSError: EISDIR, ENXIO (a
+        device, pipe or socket), EOPNOTSUPP (the kernel's own). The caller owns the descriptor."""
+        ...
+
+    async def make_directory(self, path: str, mode: int = 0o755, parents: bool = False) -> None:
+        """As `NodeAPI.make_directory`. Raises OSError."""
+        ...
+
+    async def move(self, path: str, to: str, replace: bool = False) -> None:
+        """As `NodeAPI.move_file`. Raises OSError."""
+        ...
+
+    async def remove(self, path: str, deep: bool = False) -> None:
+        """As `NodeAPI.remove_file`. Raises OSError: EBUSY for what something is mounted on."""
+        ...
+
+    async def change_file(
+        self, path: str, mode: int | None = None, user: int | None = None, group: int | None = None
+    ) -> None:
+        """As `NodeAPI.change_file`. Raises OSError: EINVAL for a user that the box does not have."""
+        ...
+
+    async def watch(self, path: str, out: int, deep: bool = False) -> None:
+        """Tell what happens through the pipe `out`, an `Event` each, the first of which says that it begins. Returns
+        when the directory is gone; cancelled, nothing more is told. The caller owns the descriptor. Raises OSError:
+        ENOSPC, EMFILE when there are too many watches."""
+        ...
+
     async def interrupt(self, terminal: int, number: int) -> None:
         """Send a signal to the process group in the foreground of a terminal of the box. Nobody there is no error."""
         ...
@@ -178,6 +240,16 @@ class Box(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class More:
+    """What was held of a process in addition, until `release` is called."""
+
+    process: Process
+    note: str
+    fds: tuple[int, ...]
+    release: Callable[[], None]
+
+
 @dataclass(slots=True)
 class Adopted:
     """A box that a dead node left, with what was held for it. Whoever gets it owns the descriptors."""
@@ -185,7 +257,16 @@ class Adopted:
     box: Box
     note: str
     runs: list[tuple[Process, str, tuple[int, ...]]]  # each with its note and what was held
+    more: list[More]  # what `Process.hold` added to them
     listeners: list[tuple[socket.socket, int, str]]  # each with its port and note
+
+    def close(self) -> None:
+        """Close all descriptors, of a box that is nobody's."""
+        for fds in (*(fds for _, _, fds in self.runs), *(each.fds for each in self.more)):
+            for fd in fds:
+                os.close(fd)
+        for listener, _, _ in self.listeners:
+            listener.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,13 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sandlot.aio import deadline
 from sandlot.api import Change, Ending, ImageConfig, ImageInfo, Limits, SandboxSpec, Volume
-from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Driver, Exit, Hold, Keeping, Process, Progress, Spawn
+from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Driver, Exit, Hold, Keeping, Look, Process, Progress, Spawn
+from sandlot.drivers.told import Entry, Event, Hit, entry_at, event_at, hit_at, pieces
 from sandlot.errors import BadImage, Conflict, InvalidRequest, NotFound, SandlotError, Unreachable
 
 # Seconds that one step may take: far more than any does, so that a hang fails by name.
@@ -508,7 +510,7 @@ async def check_no_symlink_leads_out(driver: Driver) -> None:
             await output(box, "ln", "-s", secret.name, "/root/link")
             await _fails(box, "/root/link", os.O_RDONLY, errno.ENOENT)
             await output(box, "ln", "-s", f"/proc/1/root{secret.name}", "/root/link2")
-            await _fails(box, "/root/link2", os.O_RDONLY, errno.ENOENT, errno.EACCES)
+            await _fails(box, "/root/link2", os.O_RDONLY, errno.ENOENT, errno.EACCES, errno.ELOOP)
 
 
 def _fill(directory: Path) -> None:
@@ -607,6 +609,286 @@ async def check_a_tar_leads_nowhere_else(driver: Driver) -> None:
         with suppress(OSError):  # or the link cannot be made where the directory is
             await _unpacked(box, "/root/u", tar)
         await _fails(box, "/etc/f", os.O_RDONLY, errno.ENOENT)
+
+
+async def _told(box: Box, what: Look) -> tuple[list[Entry], dict[str, bytes]]:
+    """What a look tells: the entries, and what those hold that bring it."""
+    told = await _piped(partial(box.look, what))
+    entries, contents, at = [], {}, 0
+    while (found := entry_at(told, at)) is not None:
+        entry, at = found
+        entries.append(entry)
+        if entry.contents:
+            contents[entry.path] = told[at : at + entry.size]
+            at += entry.size
+    assert at == len(told), "what is told ends with an entry"
+    return entries, contents
+
+
+async def _hits(box: Box, what: Look) -> list[Hit]:
+    told = await _piped(partial(box.look, what))
+    hits, at = [], 0
+    while (found := hit_at(told, at)) is not None:
+        hits.append(found[0])
+        at = found[1]
+    return hits
+
+
+async def _piped(telling: Callable[[int], Awaitable[None]]) -> bytes:
+    """All that is written to a pipe."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    reading = asyncio.create_task(_read_to_end(read))
+    try:
+        async with deadline(_STEP, "looking"):
+            await telling(write)
+        os.fstat(write)  # still ours
+    finally:
+        os.close(write)
+        told = await reading
+        os.close(read)
+    return told
+
+
+async def _store(box: Box, path: str, *data: bytes, mode: int = 0o644, append: bool = False, end: bool = True) -> None:
+    read, write = os.pipe2(os.O_CLOEXEC)
+    parts = list(pieces(data))
+    os.write(write, b"".join(parts if end else parts[:-1]))  # at most a pipe full
+    os.close(write)
+    try:
+        async with deadline(_STEP, f"storing {path}"):
+            await box.store(path, read, mode, append)
+        os.fstat(read)  # still ours
+    finally:
+        os.close(read)
+
+
+async def _fails_with(work: Awaitable[None], *expected: int) -> None:
+    try:
+        await work
+    except OSError as error:
+        assert error.errno in expected, error
+    else:
+        raise AssertionError(f"no error of {expected}")
+
+
+@_check()
+async def check_what_is_there_is_told(driver: Driver) -> None:
+    """A thing, a directory, what a pattern names, what is in files: sorted, a directory before what is in it."""
+    async with a_box(driver) as box:
+        for name in ("b", "a/x.py", "a/deep/y.py", "a-b", "c"):
+            await _written(box, f"/root/t/{name}", name.encode(), 0o640)
+        (entry,), _ = await _told(box, Look("/root/t/a/x.py"))
+        assert (entry.path, entry.kind, entry.size, entry.mode & 0o7777, entry.target) == ("", "file", 6, 0o640, "")
+        assert entry.mtime_ns > 0
+        for pattern, names in {
+            "*": ["a", "a-b", "b", "c"],
+            "**": ["", "a", "a/deep", "a/deep/y.py", "a/x.py", "a-b", "b", "c"],
+            "**/*.py": ["a/deep/y.py", "a/x.py"],
+            "a/**/**/*": ["a/deep", "a/deep/y.py", "a/x.py"],
+            "*/[xyz].*": ["a/x.py"],
+            "?": ["a", "b", "c"],
+            "nothing/*": [],
+        }.items():
+            entries, _ = await _told(box, Look("/root/t", pattern))
+            assert [each.path for each in entries] == names, (pattern, entries)
+        entries, contents = await _told(box, Look("/root/t", "**", contents=True))
+        assert len(entries) == 8
+        assert contents == {name: name.encode() for name in ("a/deep/y.py", "a/x.py", "a-b", "b", "c")}
+        await _fails_with(_ignore(_told(box, Look("/root/missing"))), errno.ENOENT)
+
+
+async def _ignore(work: Awaitable[object]) -> None:
+    await work
+
+
+@_check()
+async def check_text_is_found(driver: Driver) -> None:
+    """Lines with a text or an expression are told with their numbers; what holds a NUL is no text."""
+    async with a_box(driver) as box:
+        await _written(box, "/root/t/a", b"one\ntwo needle and needle\n\nNeedle, last line")
+        await _written(box, "/root/t/b", b"needle\0\n")
+        await _written(box, "/root/t/c", b"no n.edle\n")
+        assert await _hits(box, Look("/root/t", "**", text="needle")) == [Hit("a", 2, 5, "two needle and needle")]
+        assert await _hits(box, Look("/root/t/a", text="Needle")) == [Hit("", 4, 1, "Needle, last line")]
+        found = await _hits(box, Look("/root/t", "*", text="^(n|t).*e$", regex=True, any_case=True))
+        assert [(hit.path, hit.line) for hit in found] == [("a", 2), ("a", 4), ("c", 1)]
+        assert await _hits(box, Look("/root/t", "**/c", text="needle")) == []
+        await _fails_with(_ignore(_hits(box, Look("/root/t", "**", text="(", regex=True))), errno.EINVAL)
+
+
+@_check()
+async def check_a_file_is_stored_whole_or_not_at_all(driver: Driver) -> None:
+    """What is stored takes the place of what is there when all of it has come, parents are made, and an end that is
+    missing leaves everything as it was; what is appended comes behind what is there."""
+    async with a_box(driver) as box:
+        await _store(box, "/root/new/er/f", b"one", b"", b" two", mode=0o600)
+        assert await _bytes(box, "/root/new/er/f") == b"one two"
+        fd = await box.open("/root/new/er/f", os.O_RDONLY)
+        try:
+            await _store(box, "/root/new/er/f", b"three", mode=0o644)
+            assert os.read(fd, 100) == b"one two", "whoever reads it reads the old one to its end"
+        finally:
+            os.close(fd)
+        assert await _bytes(box, "/root/new/er/f") == b"three"
+        await _fails_with(_store(box, "/root/new/er/f", b"half", end=False), errno.EBADMSG)
+        await _fails_with(_store(box, "/root/new/er/g", b"half", end=False), errno.EBADMSG)
+        await _store(box, "/root/new/er/f", b" and ", b"four", append=True)
+        await _store(box, "/root/new/er/h", b"made", append=True)
+        entries, contents = await _told(box, Look("/root/new/er", "*", contents=True))
+        assert contents == {"f": b"three and four", "h": b"made"}
+        assert [entry.mode & 0o777 for entry in entries] == [0o644, 0o644]
+        await _fails_with(_store(box, "/root/new", b""), errno.EISDIR)
+        await _fails_with(_store(box, "/root/new/er/f/g", b""), errno.ENOTDIR)
+
+
+@_check()
+async def check_files_are_made_moved_and_removed(driver: Driver) -> None:
+    """Directories are made with and without their parents; what is moved is there and no longer here, over something
+    only when asked; a directory that is not empty goes when that was meant."""
+    async with a_box(driver) as box:
+        await box.make_directory("/root/a/b", 0o750, parents=True)
+        await box.make_directory("/root/a/b", parents=True)
+        await _fails_with(box.make_directory("/root/a/b"), errno.EEXIST)
+        await _fails_with(box.make_directory("/root/x/y"), errno.ENOENT)
+        await _written(box, "/root/a/b/f", b"data")
+        await _written(box, "/root/g", b"other")
+        await _fails_with(box.make_directory("/root/g", parents=True), errno.EEXIST)
+        await _fails_with(box.move("/root/missing", "/root/h"), errno.ENOENT)
+        await _fails_with(box.move("/root/g", "/root/x/g"), errno.ENOENT)
+        await _fails_with(box.move("/root/g", "/root/a/b/f"), errno.EEXIST)
+        await _fails_with(box.move("/root/a", "/root/a/b/c"), errno.EINVAL)
+        await _fails_with(box.move("/root/g", "/root/a", True), errno.EISDIR)
+        await box.move("/root/g", "/root/a/b/f", True)
+        await box.move("/root/a", "/tmp/moved")  # another file system, perhaps
+        entries, contents = await _told(box, Look("/tmp/moved", "**", contents=True))
+        assert [entry.path for entry in entries] == ["", "b", "b/f"]
+        assert entries[1].mode & 0o7777 == 0o750
+        assert contents == {"b/f": b"other"}
+        await _fails_with(_ignore(_told(box, Look("/root/a"))), errno.ENOENT)
+        await _fails_with(box.remove("/tmp/moved"), errno.ENOTEMPTY)
+        await box.remove("/tmp/moved/b/f")
+        await box.remove("/tmp/moved/b")
+        await _written(box, "/tmp/moved/c/d", b"")
+        await box.remove("/tmp/moved", True)
+        await _fails_with(box.remove("/tmp/moved", True), errno.ENOENT)
+        await _fails_with(box.remove("/", True), errno.EINVAL, errno.EBUSY)
+
+
+@_check()
+async def check_modes_are_changed(driver: Driver) -> None:
+    """A file and a directory get the mode that they are given, and keep it."""
+    async with a_box(driver) as box:
+        await _written(box, "/root/d/f", b"")
+        await box.change_file("/root/d/f", 0o4711)
+        await box.change_file("/root/d", 0o1770)
+        entries, _ = await _told(box, Look("/root/d", "**"))
+        assert [entry.mode & 0o7777 for entry in entries] == [0o1770, 0o4711]
+        assert [(entry.user, entry.group) for entry in entries] == [(0, 0), (0, 0)]
+        await _fails_with(box.change_file("/root/missing", 0o600), errno.ENOENT)
+
+
+@_check()
+async def check_what_happens_is_told(driver: Driver) -> None:
+    """Who watches is told when it begins, then of what is made, changed and removed, and below a directory if asked;
+    it ends with what is watched."""
+    async with a_box(driver) as box:
+        await _written(box, "/root/w/d/f", b"")
+        for deep in (False, True):
+            read, write = os.pipe2(os.O_CLOEXEC)
+            events = _Events(read)
+            watching = asyncio.create_task(box.watch("/root/w", write, deep))
+            watching.add_done_callback(lambda _, write=write: os.close(write))  # type: ignore[misc]
+            try:
+                assert await events.next() == Event("watching", "", True)
+                await _store(box, "/root/w/d/f", b"inside")
+                await _store(box, "/root/w/g", b"one")
+                await _store(box, "/root/w/g", b" two", append=True)
+                await box.remove("/root/w/g")
+                seen = [await events.next()]
+                while seen[-1] != Event("deleted", "g"):
+                    seen.append(await events.next())
+                told = {event for event in seen if event.kind not in ("attributes", "lost")}
+                within = {Event("created", "d/f")} if deep else set()
+                assert told >= {Event("created", "g"), Event("changed", "g"), *within}, seen
+                assert deep or not any("/" in event.path for event in seen), seen
+                if deep:
+                    await box.remove("/root/w", True)
+                    async with deadline(_STEP, "the end of a watch"):
+                        await watching
+                        while (await events.next()) != Event("deleted", "", True):
+                            pass
+            finally:
+                watching.cancel()
+                await asyncio.wait((watching,))
+                events.close()
+
+
+class _Events:
+    """What comes of a watch."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._told = b""
+
+    async def next(self) -> Event:
+        async with deadline(_STEP, "an event"):
+            while (found := event_at(self._told, 0)) is None:
+                with suppress(BlockingIOError):
+                    self._told += os.read(self._fd, 1 << 16)
+                    continue
+                await _readable(self._fd)
+        self._told = self._told[found[1] :]
+        return found[0]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@_check("kernel")
+async def check_links_and_special_files_are_told_as_they_are(driver: Driver) -> None:
+    """A link is told as a link, and followed where it was asked for only, at the beginning; nothing else is read but
+    regular files; what is stored through a link is stored where it leads."""
+    async with a_box(driver) as box:
+        text = "mkdir t; cd t; echo in > f; ln -s f l; ln -s /etc e; ln -s nowhere n; mkfifo p; ln f h"
+        await output(box, "sh", "-c", f"cd /root; {text}")
+        entries, contents = await _told(box, Look("/root/t", "**", contents=True))
+        assert [(entry.path, entry.kind, entry.target) for entry in entries[1:]] == [
+            ("e", "link", "/etc"),
+            ("f", "file", ""),
+            ("h", "file", ""),
+            ("l", "link", "f"),
+            ("n", "link", "nowhere"),
+            ("p", "pipe", ""),
+        ]
+        assert contents == {"f": b"in\n", "h": b"in\n"}
+        (first, second) = (entry for entry in entries if entry.path in "fh" and entry.path)
+        assert (first.inode, first.links) == (second.inode, 2)
+        (entry,), _ = await _told(box, Look("/root/t/l", follow=True))
+        assert entry.kind == "file"
+        assert [each.path for each in (await _told(box, Look("/root/t/e", "passwd", follow=True)))[0]] == ["passwd"]
+        assert (await _told(box, Look("/root/t/e", "passwd")))[0] == []
+        await _store(box, "/root/t/n", b"through")
+        assert await output(box, "cat", "/root/t/nowhere") == "through"
+        await _fails_with(_store(box, "/root/t/p", b""), errno.ENXIO)
+        await _fails_with(_store(box, "/proc/self/comm", b""), errno.EOPNOTSUPP)
+        await box.remove("/root/t/e")
+        assert await output(box, "ls", "/etc/passwd") == "/etc/passwd\n"
+
+
+@_check("kernel")
+async def check_a_file_that_is_replaced_keeps_its_owner(driver: Driver) -> None:
+    """A user's own file stays that user's, whoever stores to it; one is given another owner when that is asked for."""
+    async with a_box(driver) as box:
+        await _written(box, "/root/f", b"")
+        try:
+            await box.change_file("/root/f", user=1000, group=1001)
+        except OSError as error:
+            assert error.errno == errno.EINVAL, error  # this host lends one id
+            return
+        await _store(box, "/root/f", b"new")
+        (entry,), _ = await _told(box, Look("/root/f"))
+        assert (entry.user, entry.group, entry.size) == (1000, 1001, 3)
 
 
 @_check()
@@ -765,7 +1047,7 @@ async def check_an_import_is_an_image(driver: Driver) -> None:
         bad = Path(scratch) / "bad.tar"
         bad.write_bytes(b"no tar" * 1000)
         for path, expected in ((bad, BadImage), (Path(scratch) / "none", NotFound)):
-            await _refused(driver.import_(name, path, Progress()), expected)
+            await _not_done(driver.import_(name, path, Progress()), expected)
         assert await driver.images() == before
         async with deadline(_STEP, "importing an image"):
             info = await driver.import_(name, tar, Progress())
@@ -773,7 +1055,7 @@ async def check_an_import_is_an_image(driver: Driver) -> None:
             assert info in await driver.images(), info
             async with a_box(driver, SandboxSpec(image=name)) as box:
                 assert await _bytes(box, "/etc/issue") == b"imported"
-            await _refused(driver.import_(name, tar, Progress()), Conflict)
+            await _not_done(driver.import_(name, tar, Progress()), Conflict)
         finally:
             await driver.forget(name)
             await driver.prune()
@@ -787,12 +1069,12 @@ async def check_a_pull_that_fails_leaves_nothing(driver: Driver) -> None:
         reference = f"127.0.0.1:{taken.getsockname()[1]}/none:here"
     before = await driver.images()
     async with deadline(_STEP, "failing to pull"):
-        await _refused(driver.pull(reference, Progress()), Unreachable)
+        await _not_done(driver.pull(reference, Progress()), Unreachable)
     assert await driver.images() == before
-    await _refused(driver.image(reference), NotFound)
+    await _not_done(driver.image(reference), NotFound)
 
 
-async def _refused(work: Awaitable[object], expected: type[SandlotError]) -> None:
+async def _not_done(work: Awaitable[object], expected: type[SandlotError]) -> None:
     try:
         found = await work
     except expected:
@@ -808,8 +1090,8 @@ async def check_a_tag_is_another_name(driver: Driver) -> None:
     async with a_box(driver) as box:
         await _written(box, "/root/f", b"built")
         async with a_snapshot(driver, box) as info:
-            await _refused(driver.tag(info.name, info.name), Conflict)
-            await _refused(driver.tag(f"no-{name}", name), NotFound)
+            await _not_done(driver.tag(info.name, info.name), Conflict)
+            await _not_done(driver.tag(f"no-{name}", name), NotFound)
             await driver.tag(info.name, name)
             tagged = await driver.tag(info.name, name, ImageConfig(workdir="/tmp"))
     try:

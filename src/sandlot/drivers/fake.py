@@ -7,29 +7,38 @@ and on any machine. It isolates nothing and never starts a process. A script is 
         await context.write(b"hello from " + context.argv[0].encode())
         return 0
 
-    driver = FakeDriver({"agent": agent})          # beside true, false, echo, cat, env, pwd and sleep
+    driver = FakeDriver({"agent": agent})          # beside true, false, echo, cat, env, pwd, sleep and a small sh
+
+`fake_shell.py` says what that `sh` knows, on which `box.run("a text")` and `box.shell()` stand: a shell is one without
+a terminal, which an interrupt or a timeout ends. There are no terminals.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import fnmatch
 import io
 import os
 import posixpath
+import re
 import signal
 import socket
+import stat
 import tarfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeVar
 
-from sandlot.api import NO_CONFIG, Capability, Change, Ending, ImageConfig, ImageInfo, SandboxSpec, Stats
-from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Exit, Hold, Keeping, Progress, Remains, Spawn
+from sandlot.api import NO_CONFIG, Capability, Change, Ending, EventKind, ImageConfig, ImageInfo, SandboxSpec, Stats
+from sandlot.drivers.base import NOT_KEPT, Adopted, Box, Death, Exit, Hold, Keeping, Look, Progress, Remains, Spawn
+from sandlot.drivers.fake_shell import sh
 from sandlot.drivers.layers import FORK, HIDDEN, check_name
+from sandlot.drivers.told import Entry, Event, Hit, unpieced
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, Unsupported
 
 T = TypeVar("T")
@@ -122,6 +131,7 @@ _PROGRAMS: dict[str, Program] = {
     "env": _env,
     "pwd": _pwd,
     "sleep": _sleep,
+    "sh": sh,
 }
 
 
@@ -154,8 +164,22 @@ class FakeProcess:
             self.task.cancel()
             await asyncio.wait((self.task,))
 
+    async def hold(self, more: Hold) -> Callable[[], None]:
+        """A box in memory dies with its node: nobody will come for it."""
+        return lambda: None
+
     async def release(self) -> None:
         """Nothing is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Watcher:
+    """Who listens to what happens at a path, or below it."""
+
+    path: str
+    deep: bool
+    out: int
+    gone: asyncio.Future[None]
 
 
 class FakeBox:
@@ -178,6 +202,10 @@ class FakeBox:
         self._programs = programs
         self._gone = gone
         self._files: dict[str, int] = {}
+        self._modes: dict[str, int] = {}  # of directories that are not 0755
+        self._owners: dict[str, tuple[int, int]] = {}  # where it is not root
+        self._watchers: list[_Watcher] = []
+        self._fifos: dict[str, int] = {}  # by descriptors that open none of their ends
         self._directories = {"/", "/root", "/tmp", "/home", "/etc"}
         self._ports: dict[int, int] = {}  # inside → outside
         self._processes: dict[int, FakeProcess] = {}
@@ -241,6 +269,13 @@ class FakeBox:
             if flags & os.O_ACCMODE != os.O_RDONLY:
                 raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             return os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if path == os.devnull:
+            return os.open(os.devnull, flags & ~os.O_CREAT | os.O_CLOEXEC)
+        if stat.S_ISFIFO(mode) and path not in self._fifos:
+            self._fifos[path] = _fifo()
+        if path in self._fifos:
+            flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
+            return os.open(f"/proc/self/fd/{self._fifos[path]}", flags | os.O_NONBLOCK | os.O_CLOEXEC)
         if path not in self._files:
             if flags & os.O_CREAT and parents:
                 while parent not in self._directories:
@@ -250,6 +285,7 @@ class FakeBox:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             self._files[path] = os.memfd_create(posixpath.basename(path), os.MFD_CLOEXEC)
             os.fchmod(self._files[path], mode)
+            self._happened("created", path)
         # Opened anew through /proc, so that each descriptor has an offset and flags of its own.
         return os.open(f"/proc/self/fd/{self._files[path]}", (flags & ~(os.O_CREAT | os.O_EXCL)) | os.O_CLOEXEC)
 
@@ -265,6 +301,182 @@ class FakeBox:
             finally:
                 os.close(fd)
 
+    # Files, as `base.Box` says. There are no links in memory.
+
+    async def look(self, what: Look, out: int) -> None:
+        self._check_alive()
+        top = posixpath.normpath(what.path)
+        self._kind(top)
+        try:
+            line = re.compile((what.text or "") if what.regex else re.escape(what.text or ""), re.I * what.any_case)
+        except re.error as error:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(error)) from None
+        told = bytearray()
+        for path in sorted(
+            {path for path in (*self._files, *self._directories) if _is_in(path, top)},
+            key=lambda path: path.split("/") if path != "/" else [],
+        ):
+            below = posixpath.relpath(path, top) if path != top else ""
+            parts = below.split("/") if below else []
+            if what.pattern is None and parts:
+                continue
+            if what.pattern is not None and not _names([each for each in what.pattern.split("/") if each], parts):
+                continue
+            data = b"" if path in self._directories else self._data(path)
+            if what.text is None:
+                contents = what.contents and path in self._files
+                told += self._entry(path, below, contents).pack() + (data if contents else b"")
+            elif b"\0" not in data:
+                for number, text in enumerate(os.fsdecode(data).removesuffix("\n").split("\n"), 1):
+                    if (found := line.search(text)) is not None:
+                        told += Hit(below, number, len(os.fsencode(text[: found.start()])) + 1, text).pack()
+        await asyncio.to_thread(_write_all, os.dup(out), bytes(told))
+
+    async def store(self, path: str, source: int, mode: int = 0o644, append: bool = False) -> None:
+        self._check_alive()
+        path = posixpath.normpath(path)
+        data = unpieced(await asyncio.to_thread(_read_all, os.dup(source)))
+        self._check_alive()
+        if data is None or path in self._directories:
+            raise _error(errno.EBADMSG if data is None else errno.EISDIR)
+        self._make_parents(path)
+        before = self._files.get(path)
+        if append and before is not None:
+            os.pwrite(before, data, os.fstat(before).st_size)
+            self._happened("changed", path)
+            return
+        fd = os.memfd_create(posixpath.basename(path), os.MFD_CLOEXEC)
+        os.fchmod(fd, mode)
+        await asyncio.to_thread(_write_all, os.dup(fd), data)
+        self._files[path] = fd
+        if before is not None:
+            os.close(before)
+        self._happened("created", path)
+
+    async def make_directory(self, path: str, mode: int = 0o755, parents: bool = False) -> None:
+        self._check_alive()
+        path = posixpath.normpath(path)
+        if path in self._files or (path in self._directories and not parents):
+            raise _error(errno.EEXIST)
+        if parents:
+            self._make_parents(path)
+        elif posixpath.dirname(path) not in self._directories:
+            raise _error(errno.ENOENT)
+        if path not in self._directories:
+            self._directories.add(path)
+            self._modes[path] = mode
+            self._happened("created", path)
+
+    async def move(self, path: str, to: str, replace: bool = False) -> None:
+        self._check_alive()
+        path, to = posixpath.normpath(path), posixpath.normpath(to)
+        is_directory = self._kind(path)
+        if posixpath.dirname(to) not in self._directories:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), to)
+        if _is_in(to, path):
+            raise _error(errno.EINVAL)
+        if to in self._files or to in self._directories:
+            if not replace:
+                raise _error(errno.EEXIST)
+            if is_directory != (to in self._directories):
+                raise _error(errno.ENOTDIR if is_directory else errno.EISDIR)
+            await self.remove(to)
+        moved = [each for each in (*self._files, *self._directories) if _is_in(each, path)]
+        self._happened("deleted", path)
+        for old in moved:
+            new = to + old[len(path) :]
+            if old in self._files:
+                self._files[new] = self._files.pop(old)
+            else:
+                self._directories.discard(old)
+                self._directories.add(new)
+                if old in self._modes:
+                    self._modes[new] = self._modes.pop(old)
+            if old in self._owners:
+                self._owners[new] = self._owners.pop(old)
+        self._happened("created", to)
+
+    async def remove(self, path: str, deep: bool = False) -> None:
+        self._check_alive()
+        path = posixpath.normpath(path)
+        if path == "/":
+            raise _error(errno.EINVAL)
+        is_directory = self._kind(path)
+        gone = [each for each in (*self._files, *self._directories) if _is_in(each, path)]
+        if is_directory and len(gone) > 1 and not deep:
+            raise _error(errno.ENOTEMPTY)
+        for each in sorted(gone, reverse=True):
+            self._happened("deleted", each)
+            if each in self._files:
+                os.close(self._files.pop(each))
+            self._directories.discard(each)
+            self._modes.pop(each, None)
+            self._owners.pop(each, None)
+
+    async def change_file(
+        self, path: str, mode: int | None = None, user: int | None = None, group: int | None = None
+    ) -> None:
+        self._check_alive()
+        path = posixpath.normpath(path)
+        is_directory = self._kind(path)
+        was = self._owners.get(path, (0, 0))
+        self._owners[path] = (was[0] if user is None else user, was[1] if group is None else group)
+        if mode is not None and is_directory:
+            self._modes[path] = mode
+        elif mode is not None:
+            os.fchmod(self._files[path], mode)
+        self._happened("attributes", path)
+
+    async def watch(self, path: str, out: int, deep: bool = False) -> None:
+        self._check_alive()
+        path = posixpath.normpath(path)
+        self._kind(path)
+        watcher = _Watcher(path, deep, os.dup(out), asyncio.get_running_loop().create_future())
+        os.set_blocking(watcher.out, False)  # nobody but tests listens, and they do
+        self._watchers.append(watcher)
+        try:
+            os.write(watcher.out, Event("watching", "", path in self._directories).pack())
+            await watcher.gone
+            self._check_alive()
+        finally:
+            self._watchers.remove(watcher)
+            os.close(watcher.out)
+
+    def _happened(self, kind: EventKind, path: str) -> None:
+        for watcher in self._watchers:
+            top = watcher.path
+            if path == top or (_is_in(path, top) and (watcher.deep or posixpath.dirname(path) == top)):
+                below = posixpath.relpath(path, top) if path != top else ""
+                with suppress(BlockingIOError, BrokenPipeError):
+                    os.write(watcher.out, Event(kind, below, path in self._directories).pack())
+            if kind == "deleted" and path == top and path in self._directories:
+                _resolve(watcher.gone)
+
+    def _kind(self, path: str) -> bool:
+        """Whether it is a directory. Raises OSError: there is nothing."""
+        if path not in self._directories and path not in self._files:
+            raise _error(errno.ENOENT)
+        return path in self._directories
+
+    def _make_parents(self, path: str) -> None:
+        for parent in map(str, PurePosixPath(path).parents):
+            if parent in self._files:
+                raise _error(errno.ENOTDIR)
+            self._directories.add(parent)
+
+    def _data(self, path: str) -> bytes:
+        return os.pread(self._files[path], os.fstat(self._files[path]).st_size, 0)
+
+    def _entry(self, path: str, below: str, contents: bool) -> Entry:
+        user, group = self._owners.get(path, (0, 0))
+        if path in self._directories:
+            mode = stat.S_IFDIR | self._modes.get(path, 0o755)
+            return Entry(below, mode, user, group, 2, 0, 0, 0, 0)
+        what = os.fstat(self._files[path])
+        return Entry(
+            below, what.st_mode, user, group, 1, 0, what.st_ino, what.st_size, what.st_mtime_ns, contents=contents
+        )
+
     async def interrupt(self, terminal: int, number: int) -> None:
         """No script stands in the foreground of a terminal."""
 
@@ -274,8 +486,9 @@ class FakeBox:
         return Stats(pids=len(self._processes), disk=sum(sizes), inodes=len(sizes))
 
     def files(self) -> dict[str, bytes]:
-        """What its files hold now, those of its image too."""
-        return {path: os.pread(fd, os.fstat(fd).st_size, 0) for path, fd in self._files.items()}
+        """What its files hold now, those of its image too; not those in /dev, which no image has."""
+        kept = ((path, fd) for path, fd in self._files.items() if not path.startswith("/dev/"))
+        return {path: os.pread(fd, os.fstat(fd).st_size, 0) for path, fd in kept}
 
     async def changes(self) -> list[Change]:
         self._check_alive()
@@ -311,9 +524,12 @@ class FakeBox:
             process.end(Exit(signal=signal.SIGKILL))
             if process.task is not None:
                 process.task.cancel()
-        for fd in self._files.values():
+        for watcher in self._watchers:
+            _resolve(watcher.gone)
+        for fd in (*self._files.values(), *self._fifos.values()):
             os.close(fd)
         self._files.clear()
+        self._fifos.clear()
         self._ports.clear()
         self._gone()
 
@@ -481,6 +697,33 @@ def _no_images(name: str) -> Unsupported:
     return Unsupported(f"a fake box has no root file system to be made from {name}", "use the native driver")
 
 
+def _error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def _is_in(path: str, top: str) -> bool:
+    return path == top or path.startswith(top.rstrip("/") + "/")
+
+
+def _names(pattern: list[str], parts: list[str]) -> bool:
+    """Whether a pattern, part by part, names a path."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return _names(pattern[1:], parts) or (bool(parts) and _names(pattern, parts[1:]))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _names(pattern[1:], parts[1:])
+
+
+def _read_all(fd: int) -> bytes:
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    with suppress(BrokenPipeError), os.fdopen(fd, "wb") as file:  # who reads may have heard enough
+        file.write(data)
+
+
 def _read_tar(source: int, top: str) -> list[tuple[str, bytes | None]]:
     """The files of a tar, and its directories (None). Blocks; closes the descriptor. Raises OSError."""
     found: list[tuple[str, bytes | None]] = [(posixpath.normpath(top), None)]
@@ -507,6 +750,16 @@ def _write_tar(files: Mapping[str, bytes], out: int) -> None:
             info = tarfile.TarInfo(path.lstrip("/"))
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
+
+
+def _fifo() -> int:
+    """A pipe that is opened through this descriptor by whoever wants one of its ends."""
+    ends = os.pipe2(os.O_CLOEXEC)
+    try:
+        return os.open(f"/proc/self/fd/{ends[0]}", os.O_PATH | os.O_CLOEXEC)
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def _duplicates(*given: int) -> list[int]:

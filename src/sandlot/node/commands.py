@@ -24,8 +24,9 @@ from sandlot.aio import deadline, shielded
 from sandlot.api import Run, RunResult
 from sandlot.drivers.base import Exit, Hold, Process, Spawn
 from sandlot.errors import Conflict, HostFault
+from sandlot.node import users
 from sandlot.node.live import About, Command, Live, clock
-from sandlot.node.streams import Input, Stream, input_file
+from sandlot.node.streams import LEAST_LOSSLESS, Input, Stream, input_file
 
 # Deadline in seconds of what a driver is asked on the way. It is far above what was ever measured (milliseconds): past
 # it the host is in trouble, and the caller is better told than kept.
@@ -60,18 +61,22 @@ class Commands:
 
     async def run(self, live: Live, run: Run, same: str = "") -> RunResult:
         """`same` is its fingerprint, where it has a key."""
-        user, cwd, env = live.place(run)
         box = live.box
+        user, cwd, env = live.place(run, await users.person(box, run.user))
         theirs: list[int] = []
         streams: list[Stream] = []
         outcome = -1
         feed: Input | None = None
         try:
             cap = live.spec.limits.output if run.output_cap is None else run.output_cap
+            if run.lossless:
+                cap = max(cap, LEAST_LOSSLESS)
             for _ in range(2):
                 stream, end = Stream.new(cap)
                 streams.append(stream)
                 theirs.append(end)
+                if run.lossless:
+                    stream.wait_for_followers()
             out, err = streams
             stdin = self._null
             if run.stdin_open:
@@ -81,7 +86,8 @@ class Commands:
             elif run.stdin:
                 stdin = input_file(run.stdin)
                 theirs.append(stdin)
-            about = About(run.key, same, run.argv[0], cwd, clock(), run.timeout, cap)
+            words = (run.key, same, run.argv[0], cwd, clock(), run.timeout, cap)
+            about = About(*words, dies_alone=run.kill_on_disconnect, lossless=run.lossless)
             hold = None
             if self._holds:
                 held: tuple[int, ...] = (out.pipe, out.log, err.pipe, err.log)
@@ -138,9 +144,9 @@ class Commands:
         command.out.drain()
         err.drain()
         if ended.error is not None and not err.total:  # else the node before this one said it
-            err.say(_not_started(about.argv0, about.cwd, ended))
+            err.say(not_started(about.argv0, about.cwd, ended))
         command.learn(
-            exit_code=_exit_code(ended),
+            exit_code=exit_code(ended),
             signal=ended.signal,
             oom=ended.oom,
             seconds=clock() - about.started_at,
@@ -174,7 +180,7 @@ async def _feed(feed: Input, data: bytes) -> None:
         await feed.write(data)
 
 
-def _exit_code(ended: Exit) -> int:
+def exit_code(ended: Exit) -> int:
     if ended.code is not None:
         return ended.code
     if ended.signal is not None:
@@ -182,10 +188,15 @@ def _exit_code(ended: Exit) -> int:
     return 127 if ended.error == errno.ENOENT else 126
 
 
-def _not_started(program: str, cwd: str, ended: Exit) -> str:
+def not_started(program: str, cwd: str, ended: Exit) -> str:
+    """Why, as a line for whoever waits for its output."""
     reason = os.strerror(ended.error or 0)
     if ended.error_step == "chdir":
         return f"sandlot: working directory {cwd}: {reason}\n"
     if ended.error == errno.ENOENT:
         return f"sandlot: {program}: command not found\n"
+    if ended.error == errno.E2BIG:
+        reason += (
+            " (a word may have 128 KiB, all of them and the environment 2 MiB: use a file, standard input, a shell)"
+        )
     return f"sandlot: {program}: cannot be executed: {reason}\n"

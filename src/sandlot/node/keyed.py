@@ -1,8 +1,10 @@
 """Runs with a key: each is started once, and whoever asks for it again gets the same result. One that could not be
 started, or was cut short by the sandbox's end, is as if it had never been asked for.
 
-Owns the results of one sandbox, and says when one can be forgotten. It promises that a result which nobody may have
-received is kept for as long as a caller comes back for it; and that what is kept of those that were is bounded.
+Owns the results of one sandbox, and says when one can be forgotten. It promises that what is kept is bounded, whether
+anybody comes for it or not: of results that were received the last 64 and 64 MiB, of those that nobody received the
+last 512 and 256 MiB, for five minutes in which a caller may come back. What ended longest ago goes first; a key whose
+result is forgotten is as if it were new.
 """
 
 from __future__ import annotations
@@ -11,22 +13,40 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
 from sandlot.api import Chunk, CommandInfo, RunResult
 from sandlot.drivers.base import Process
-from sandlot.errors import Conflict, NotFound
-from sandlot.node.streams import Input, Stream, kept_of
+from sandlot.errors import Conflict, NotFound, SandlotError
+from sandlot.node.streams import FIRST_SECONDS, Input, Stream, kept_of
 
 # Of results that were received, the last so many are kept for who asks once more, and so many bytes of output.
 KEPT = 64
 KEPT_BYTES = 64 << 20
+# Of those that nobody received: as many as a sandbox has processes, unless it asks for more, for all may end before the
+# first is asked for. PID 1 holds five descriptors of each, as many bytes again as its output has, and has room for 4096
+# on the hosts that give a process fewest. The largest result is half of these bytes, so the last one is always there.
+UNRECEIVED = 512
+UNRECEIVED_BYTES = 256 << 20
 # For a caller to come back for one that it did not receive: a client looks for its server for a minute (seconds).
 AWAY_SECONDS = 300.0
 # Bytes of output that are told at once.
 PIECE = 1 << 18
+
+
+# Whether who asks may do no more than look. A command neither lives nor waits for them, nor is its result kept for
+# them: they could end it, stop it, and lose its output, for who may. Nor does a sandbox live for them. Of the task and
+# not an argument, for NodeAPI knows no callers.
+ONLY_LOOKS: ContextVar[bool] = ContextVar("ONLY_LOOKS", default=False)
+
+
+def room(most: int) -> int:
+    """Of what can be had so often at a time: those who only look leave half of it to who may do more."""
+    return most // 2 if ONLY_LOOKS.get() else most
 
 
 class Started(Protocol):
@@ -48,6 +68,23 @@ class _Keyed:
     begun: asyncio.Future[Started]  # resolves when it has a process; cancelled when it gets none
     ended_at: float = math.inf  # of time.monotonic
     received: bool = False
+    # It is to be killed when the last who listens goes away, or nobody has come within FIRST_SECONDS, here or in a node
+    # that adopts its box.
+    dies_alone: bool = False
+    listening: int = 0
+    killing: asyncio.Task[None] | None = None
+
+    def end_if_alone(self) -> None:
+        """When the last who listened has gone away, or nobody came."""
+        if not self.dies_alone or self.listening or self.result.done() or self.killing is not None:
+            return
+
+        async def kill() -> None:
+            started = await self.begun  # cancelled when it never begins
+            with suppress(OSError, SandlotError):  # then it ends with its sandbox, or has ended
+                await started.process.kill_tree()
+
+        self.killing = asyncio.get_running_loop().create_task(kill())
 
 
 class KeyedRuns:
@@ -67,14 +104,24 @@ class KeyedRuns:
         return len(self._runs)
 
     def add(
-        self, key: str, what: str, argv0: str, result: asyncio.Task[RunResult], started: Started | None = None
+        self,
+        key: str,
+        what: str,
+        argv0: str,
+        result: asyncio.Task[RunResult],
+        started: Started | None = None,
+        dies_alone: bool = False,
     ) -> None:
-        keyed = self._runs[key] = _Keyed(what, argv0[:100], result, asyncio.get_running_loop().create_future())
+        begun: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        keyed = self._runs[key] = _Keyed(what, argv0[:100], result, begun, dies_alone=dies_alone)
         if started is not None:
             keyed.begun.set_result(started)
+        coming = asyncio.get_running_loop().call_later(FIRST_SECONDS, keyed.end_if_alone) if dies_alone else None
 
         def ended(task: asyncio.Task[RunResult]) -> None:
             keyed.ended_at = time.monotonic()
+            if coming is not None:
+                coming.cancel()
             keyed.begun.cancel()
             if (task.cancelled() or task.exception() is not None) and self._runs.get(key) is keyed:
                 del self._runs[key]
@@ -123,19 +170,44 @@ class KeyedRuns:
         await self.begun(key)
         return None if keyed.result.done() else keyed.begun.result()
 
-    async def follow(self, key: str, out: int, err: int) -> AsyncIterator[Chunk]:
+    @contextmanager
+    def _listening(self, keyed: _Keyed) -> Iterator[None]:
+        if ONLY_LOOKS.get():
+            yield
+            return
+        keyed.listening += 1
+        try:
+            yield
+        finally:
+            keyed.listening -= 1
+            keyed.end_if_alone()
+
+    async def follow(self, key: str, out: int, err: int) -> AsyncGenerator[Chunk, None]:
         """What it writes, as it comes, until it has ended. Raises NotFound, and what cut it short."""
         keyed = self._find(key)
-        at = {"out": out, "err": err}
+        with self._listening(keyed):
+            async with aclosing(self._follow(key, keyed, out, err)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _follow(self, key: str, keyed: _Keyed, out: int, err: int) -> AsyncGenerator[Chunk, None]:
+        at, counts = {"out": out, "err": err}, not ONLY_LOOKS.get()
         started = await self.started_run(key)
         if started is not None:
             grew = asyncio.Event()
             streams = {"out": started.out, "err": started.err}
-            with started.out.telling(grew.set), started.err.telling(grew.set):
+            has: dict[str, Callable[[int], None]] = {}
+            with ExitStack() as held:
+                for name, stream in streams.items():
+                    held.enter_context(stream.telling(grew.set))
+                    if counts:
+                        has[name] = held.enter_context(stream.waiting_for(at[name]))
                 while not keyed.result.done():
                     grew.clear()
                     for name, stream in streams.items():
                         while not keyed.result.done():
+                            if counts:
+                                has[name](at[name])
                             lost, data = stream.since(at[name], PIECE)
                             if not data:
                                 break
@@ -148,7 +220,7 @@ class KeyedRuns:
                     finally:
                         waiting.cancel()
         result = await asyncio.shield(keyed.result)
-        keyed.received = True
+        keyed.received |= counts
         for name, output in (("out", result.out), ("err", result.err)):
             while True:
                 lost, data = kept_of(output, at[name])
@@ -167,30 +239,46 @@ class KeyedRuns:
         return keyed
 
     async def result(self, key: str) -> RunResult:
-        """The run's result; a caller that goes away leaves the run alone."""
+        """The run's result; a caller that goes away leaves the run alone, unless it is one that dies alone."""
         keyed = self._find(key)
-        result = await asyncio.shield(keyed.result)
-        keyed.received = True
+        with self._listening(keyed):
+            result = await asyncio.shield(keyed.result)
+        keyed.received |= not ONLY_LOOKS.get()
         return result
 
     def forget(self) -> list[Process]:
-        """Drop what nobody needs: the processes that need not be held any more."""
+        """Drop what is too much, or was: the processes that need not be held any more. To be called whenever a run
+        has ended, or its result was received."""
         now = time.monotonic()
         dropped: list[Process] = []
-        count = size = 0
-        for key, each in reversed(list(self._runs.items())):
-            if not each.result.done() or each.result.cancelled() or each.result.exception() is not None:
-                continue
-            if not each.received and now - each.ended_at < AWAY_SECONDS:
-                continue
-            result = each.result.result()
-            count += 1
-            size += len(result.out.data) + len(result.err.data)
-            if count > KEPT or size > KEPT_BYTES:
+        received, unreceived = _Room(KEPT, KEPT_BYTES), _Room(UNRECEIVED, UNRECEIVED_BYTES)
+        over = [(key, each) for key, each in self._runs.items() if _is_over(each)]
+        over.sort(key=lambda named: named[1].ended_at)
+        for key, each in reversed(over):
+            room = received if each.received or now - each.ended_at >= AWAY_SECONDS else unreceived
+            if not room.take(each.result.result()):
                 del self._runs[key]
                 if _has_begun(each):
                     dropped.append(each.begun.result().process)
         return dropped
+
+
+@dataclass(slots=True)
+class _Room:
+    """For so many results and bytes of their output."""
+
+    count: int
+    size: int
+
+    def take(self, result: RunResult) -> bool:
+        """Whether there was still room for it."""
+        self.count -= 1
+        self.size -= len(result.out.data) + len(result.err.data)
+        return self.count >= 0 and self.size >= 0
+
+
+def _is_over(keyed: _Keyed) -> bool:
+    return keyed.result.done() and not keyed.result.cancelled() and keyed.result.exception() is None
 
 
 def _has_begun(keyed: _Keyed) -> bool:

@@ -8,14 +8,18 @@ import json
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sandlot import asgi
-from sandlot.api import PATH, Info, Run, SandboxSpec, ShellSpec, Target
+from sandlot.api import PATH, Info, Run, SandboxSpec, ShellSpec, Target, TerminalSpec
 from sandlot.drivers.base import Box, Process
 from sandlot.node.keyed import KeyedRuns
-from sandlot.node.shell import Shell
 from sandlot.node.streams import Input, Stream
+from sandlot.node.users import Person
+
+if TYPE_CHECKING:
+    from sandlot.node.shell import Shell
+    from sandlot.node.terminal import Terminal
 
 
 def clock() -> float:
@@ -34,6 +38,8 @@ class About:
     started_at: float  # of `clock`
     timeout: float | None
     cap: int
+    dies_alone: bool = False
+    lossless: bool = False
 
     @classmethod
     def read(cls, text: str) -> About:
@@ -42,7 +48,8 @@ class About:
     def write(self) -> str:
         """At most 500 bytes: of them the key, each of whose 100 letters may be an escaped one, takes 200."""
         words = (self.key, self.what, _cut(self.argv0), _cut(self.cwd), self.started_at, self.timeout, self.cap)
-        return json.dumps(words, separators=(",", ":"))
+        more = (int(self.dies_alone), int(self.lossless))
+        return json.dumps(words + more * any(more), separators=(",", ":"))
 
 
 def _cut(word: str) -> str:
@@ -110,6 +117,7 @@ class Note:
     named: frozenset[str]
     created_at: float
     generation: int
+    what: str = ""  # a fingerprint of the create, where it had a key
 
     @classmethod
     def read(cls, text: str) -> Note | None:
@@ -117,7 +125,8 @@ class Note:
         try:
             found = json.loads(text)
             spec = SandboxSpec.model_validate(found["spec"])
-            return cls(found["id"], spec, frozenset(found["named"]), found["created_at"], found["generation"])
+            named, what = frozenset(found["named"]), found.get("what", "")
+            return cls(found["id"], spec, named, found["created_at"], found["generation"], what)
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -129,6 +138,7 @@ class Note:
                 "named": sorted(self.named),
                 "created_at": self.created_at,
                 "generation": self.generation,
+                "what": self.what,
             }
         )
 
@@ -151,9 +161,13 @@ class Live:
         "last_used",
         "lifetime_timer",
         "named",
+        "over",
         "routes",
         "shells",
         "spec",
+        "terminals",
+        "watches",
+        "what",
     )
 
     def __init__(
@@ -164,8 +178,11 @@ class Live:
         box: Box,
         created_at: float,
         generation: int = 0,
+        what: str = "",
     ) -> None:
         self.id = sandbox_id
+        self.what = what  # as in its note
+        self.over: asyncio.Future[None] | None = None  # resolves at its end; None: nobody waits for that
         self.named = named  # limits that were asked for by name
         self.generation = generation  # how many boxes it had before this one
         self.changing = asyncio.Lock()  # reset, snapshot, fork, pause: one at a time
@@ -181,18 +198,23 @@ class Live:
         self.routes: list[Route] = []
         self.connections: asgi.Room | None = None  # of all its routes together; None: it never had one
         self.shells: dict[str, Shell] = {}
+        self.watches = 0  # how many listen to what happens to its files
+        self.terminals: dict[str, Terminal] = {}
 
     def take(self, box: Box) -> None:
         """Its box from now on."""
         self.box = box
         self.env = {"PATH": PATH, "LANG": "C.UTF-8", **box.config.env, **self.spec.env}
 
-    def place(self, run: Run | ShellSpec) -> tuple[int, str, dict[str, str]]:
-        """Who runs it, where, and in what environment: as it says itself, else the sandbox, else the image."""
+    def place(self, run: Run | ShellSpec | TerminalSpec, person: Person | None) -> tuple[int, str, dict[str, str]]:
+        """Who runs it, where, and in what environment: as it says itself (`person` is whom it names), else the sandbox,
+        else the image."""
         config = self.box.config
-        user = run.user if run.user is not None else config.user or 0
+        user = person.number if person is not None else config.user or 0
         home = "/root" if user == 0 else "/"  # which is closed to all but its owner
-        if user == config.user and config.home is not None:
+        if person is not None and person.home is not None:
+            home = person.home
+        elif user == config.user and config.home is not None:
             home = config.home
         cwd = run.cwd or self.spec.cwd or config.workdir or ("/root" if user == 0 else "/")
         return user, cwd, {"HOME": home, **self.env, **run.env}
@@ -213,8 +235,9 @@ class Live:
             created_at=self.created_at,
             labels=self.spec.labels,
             losses=self.box.losses,
+            tenant=self.spec.tenant,
         )
 
     def note(self, spec: SandboxSpec, generation: int) -> str:
         """What a node that adopts its box must know."""
-        return Note(self.id, spec, self.named, self.created_at, generation).write()
+        return Note(self.id, spec, self.named, self.created_at, generation, self.what).write()

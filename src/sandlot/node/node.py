@@ -14,14 +14,14 @@ business.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import secrets
 import signal
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,14 +31,25 @@ from pydantic import ValidationError
 from sandlot import asgi
 from sandlot.aio import deadline, shielded
 from sandlot.api import (
+    EVERY,
+    MOST_OFFSET,
+    REPLAY,
     Capability,
     Change,
     Chunk,
     CommandInfo,
     Ending,
+    Fault,
+    FileEvent,
+    FileInfo,
+    FilesFound,
+    Filter,
     ImageConfig,
     ImageInfo,
     Info,
+    Made,
+    OpenFile,
+    Page,
     PoolInfo,
     PullProgress,
     Run,
@@ -51,26 +62,43 @@ from sandlot.api import (
     ShellSpec,
     Stats,
     Target,
+    TerminalInfo,
+    TerminalLink,
+    TerminalSpec,
+    TextFound,
     Upstream,
     Warm,
     is_reference,
 )
 from sandlot.drivers.base import Adopted, Box, Death, Driver, Keeping
 from sandlot.drivers.layers import FORK
-from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, SandlotError, host_fault
-from sandlot.node import files
+from sandlot.errors import (
+    Conflict,
+    HostFault,
+    InvalidRequest,
+    NotFound,
+    SandboxEnded,
+    SandlotError,
+    host_fault,
+    no_sandbox,
+)
+from sandlot.node import files, listing, looks
 from sandlot.node.commands import STEP_SECONDS, Commands, fingerprint
-from sandlot.node.ledger import Ledger, NodeDirectory, image_store
+from sandlot.node.creates import Creates, derived
+from sandlot.node.creates import fingerprint as same_create
+from sandlot.node.keyed import room
+from sandlot.node.ledger import ENDED_SECONDS, Ledger, NodeDirectory, image_store
 from sandlot.node.live import About, Command, Live, Note, Route
 from sandlot.node.pool import Pool
 from sandlot.node.pulls import Pulls
-from sandlot.node.shell import Shell
+from sandlot.node.relay import Reachable, Relay, anybody, new_transport
+from sandlot.node.shares import QuotaOf, Shares, no_quota
+from sandlot.node.shells import Shells
 from sandlot.node.streams import Stream
+from sandlot.node.terminals import Terminals
 
 if TYPE_CHECKING:
     import httpx2
-
-    from sandlot.node.relay import Relay
 
 T = TypeVar("T")
 
@@ -87,16 +115,15 @@ STARTS_AT_ONCE = 8
 # ends its processes: milliseconds, but a second or two for thousands of them.
 GOING_SECONDS = 10.0
 
-# How long an ended sandbox can be asked about (seconds), and of how many at most: ~400 bytes each.
-ENDED_SECONDS = 3600.0
-ENDED_KEPT = 100_000
-
 # Copying what a sandbox has written takes as long as the disk takes.
 COPY_SECONDS = 1800.0
+# Looking through its files takes as long as reading them; an expression may take for ever.
+FIND_SECONDS = 120.0
 MOST_FORKS = 1000
+MOST_AT_ONCE = 1000
 
-# Each costs the node some ten descriptors.
-MOST_SHELLS = 1000
+# Each costs the sandbox a process, and the node a pipe.
+MOST_WATCHES = 100
 
 _PAST = {
     Ending.EXIT: ("was closed by its owner", None),
@@ -115,16 +142,19 @@ _PAST = {
 
 def _info(sandbox_id: str, spec: SandboxSpec, created_at: float) -> Info:
     """What is known of a sandbox that has no box."""
-    return Info(id=sandbox_id, image=spec.image, state="running", created_at=created_at, labels=spec.labels)
+    return Info(
+        id=sandbox_id,
+        image=spec.image,
+        state="running",
+        created_at=created_at,
+        labels=spec.labels,
+        tenant=spec.tenant,
+    )
 
 
 async def _let_go(found: Adopted) -> None:
     """End a box that is nobody's sandbox."""
-    for _, _, fds in found.runs:
-        for fd in fds:
-            os.close(fd)
-    for listener, _, _ in found.listeners:
-        listener.close()
+    found.close()
     await found.box.destroy(Ending.DRAINED)
 
 
@@ -139,24 +169,29 @@ class Node:
         directory: NodeDirectory | None = None,
         orphan_grace: float = 0.0,
         warm: Sequence[Warm] = (),
+        quota_of: QuotaOf = no_quota,
+        reachable: Reachable = anybody,
     ) -> None:
         """`state_dir` is where the node makes its own directory (None: the user's default). `directory` is given
         instead by who claimed it already, because its driver keeps things there too. Sandboxes outlive a node that is
-        killed by `orphan_grace` seconds; `warm` are kept ready."""
+        killed by `orphan_grace` seconds; `warm` are kept ready; a tenant has at once what `quota_of` it says, and its
+        routes lead to whoever is public or `reachable`."""
         self.driver = driver
         self._grace = orphan_grace
         self._pulls = Pulls(driver)
         self._pool = Pool(driver, warm, orphan_grace, self._pulls.have)
+        self._shares = Shares(quota_of)
         self._state_dir = state_dir
         self._directory = directory
         self._live: dict[str, Live] = {}
-        self._ended: OrderedDict[str, Info] = OrderedDict()
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
         self._making: set[asyncio.Future[Any]] = set()  # one for each box that is being made
         self._tasks: set[asyncio.Future[Any]] = set()  # what else is to be waited for
         self._pruning: asyncio.Task[None] | None = None
-        self._upstreams: httpx2.AsyncHTTPTransport | None = None
+        self._reachable = reachable
+        self._upstreams: dict[Reachable, httpx2.AsyncHTTPTransport] = {}
         self._connections: asgi.Room | None = None  # on all routes of all sandboxes
+        self._adopted = False  # whether what the node before left is in our hands
         self._closing = False
 
     async def __aenter__(self) -> Node:
@@ -174,13 +209,17 @@ class Node:
         self._id = self._directory.short_id
         try:
             self.ledger = Ledger(self._directory.path)
+            self._creates = Creates(self._task, self.ledger.told, self._nobody_came_for, self.ledger.made)
             self._commands = Commands(self._grace > 0, self._in_background)
+            self._shells = Shells(self._grace > 0, self._begin, self._in_background)
+            self._terminals = Terminals(self._grace > 0, self._in_background)
         except BaseException:
-            self._directory.remove()
+            self._directory.give_up()
             raise
         try:
             await self._sweep(self._directory)
             await self._adopt()
+            self._adopted = True
             self._prune_soon()
             self._pool.start()
         except BaseException:  # nobody has a node to close who was cancelled while it was made
@@ -191,9 +230,7 @@ class Node:
 
     async def _adopt(self) -> None:
         """Carry on with the sandboxes of the node whose directory this is."""
-        ended, unknown = self.ledger.past(time.time() - ENDED_SECONDS)
-        for past in ended:
-            self._ended[past.id] = past
+        begun = {each.info.id: each for each in self.ledger.past()}
         adopted, remains = await self.driver.adopt()
         # A node that was killed during a reset leaves two boxes of one sandbox. The earlier one is it: the later one
         # lacks routes until the moment in which the earlier one is ended.
@@ -203,35 +240,63 @@ class Node:
             if note is not None:
                 first[note.id] = min(note.generation, first.get(note.id, note.generation))
         for each, note in zip(adopted, notes, strict=True):
-            try:
+            with self._one_of_many(each.note):
                 if note is None or first[note.id] != note.generation:  # of another version, or of half a reset
                     await _let_go(each)
                 else:
-                    await self._carry_on(each, note)
-            except (OSError, ValueError, SandlotError) as error:  # one of them is no reason to lose the others
-                self.ledger.note(event="adoption_failed", note=each.note, error=f"{type(error).__name__}: {error}")
+                    await self._carry_on(each, note, told=note.id not in begun or begun[note.id].told)
         for gone in remains:
-            note = Note.read(gone.note)
-            if note is not None and note.id not in self._ended and note.id not in self._live:
-                self.ledger.adopt(note.id)
-                self._record_end(_info(note.id, note.spec, note.created_at), gone.death)
-            gone.forget()
-        for past in unknown:  # what had no record died with its node
-            if past.id not in self._ended and past.id not in self._live:
-                self.ledger.adopt(past.id)
-                self._record_end(past, Death(Ending.ORPHANED))
+            with self._one_of_many(gone.note):
+                note = Note.read(gone.note)
+                if note is not None and self._is_unknown(note.id):
+                    info = _info(note.id, note.spec, note.created_at)
+                    self.ledger.adopt(info, note.spec.key, note.what)
+                    self._record_end(info, gone.death)
+                gone.forget()
+        for past in begun.values():  # what had no record died with its node
+            with self._one_of_many(past.info.id):
+                if self._is_unknown(past.info.id):
+                    self.ledger.adopt(past.info)
+                    self._record_end(past.info, Death(Ending.ORPHANED))
 
-    async def _carry_on(self, found: Adopted, note: Note) -> None:
-        self.ledger.adopt(note.id)
-        live = Live(note.id, note.spec, note.named, found.box, note.created_at, note.generation)
+    @contextmanager
+    def _one_of_many(self, note: str) -> Iterator[None]:
+        """One that cannot be adopted is no reason to lose the others."""
+        try:
+            yield
+        except (OSError, ValueError, SandlotError) as error:
+            self.ledger.note(event="adoption_failed", note=note, error=f"{type(error).__name__}: {error}")
+
+    def _is_unknown(self, sandbox_id: str) -> bool:
+        """Whether it does not live, and no end of it is told."""
+        return sandbox_id not in self._live and self.ledger.ended(sandbox_id) is None
+
+    async def _carry_on(self, found: Adopted, note: Note, told: bool) -> None:
+        """`told`: whoever asked for it by a key, if anybody did, has heard of it."""
+        self.ledger.adopt(_info(note.id, note.spec, note.created_at), note.spec.key, note.what)
+        live = Live(note.id, note.spec, note.named, found.box, note.created_at, note.generation, note.what)
+        self._shares.add(live.spec)
+        if note.spec.key is not None:  # in the step in which its life begins: its end forgets the key
+            self._creates.restore(note.spec.tenant, note.spec.key, note.what, note.id, told)
         self._begin_life(live, note.created_at)
-        runs = [(About.read(words), process, fds) for process, words, fds in found.runs]
+        runs = []
+        for process, words, fds in found.runs:
+            if words.startswith('{"shell'):
+                more = [each for each in found.more if each.process is process]
+                await self._shells.carry_on(live, json.loads(words)["shell"], process, fds, more)
+            elif words.startswith('{"terminal'):
+                self._terminals.carry_on(live, json.loads(words)["terminal"], process, fds)
+            else:
+                runs.append((About.read(words), process, fds))
         for about, process, fds in sorted(runs, key=lambda run: run[0].started_at):
             out, err = Stream(about.cap, fds[0], fds[1]), Stream(about.cap, fds[2], fds[3])
             command = Command(found.box, process, out, err, about, file=fds[4] if len(fds) > 4 else -1)
             if command.is_over:  # a child that it left may write on: not into a result that was told
                 out.stop()
                 err.stop()
+            elif about.lossless:
+                out.wait_for_followers()
+                err.wait_for_followers()
             if about.key is None:  # its caller was answered that the connection broke
                 self._in_background(self._commands.drop(command))
             else:
@@ -239,12 +304,15 @@ class Node:
                     live, f"run {about.argv0} in sandbox {note.id}", self._commands.complete(live, command)
                 )
                 task = self._task(self._busy(live, work))
-                live.keyed.add(about.key, about.what, about.argv0, task, command)
+                live.keyed.add(about.key, about.what, about.argv0, task, command, bool(about.dies_alone))
+                task.add_done_callback(partial(self._forget, live))
         for listener, port, words in found.listeners:
             with suppress(ValidationError):
                 upstream = Upstream.model_validate_json(words)
                 live.routes.append(
-                    Route(port, upstream, await asgi.serve(listener, self._relay(upstream), room=self._room(live)))
+                    Route(
+                        port, upstream, await asgi.serve(listener, self._relay(live, upstream), room=self._room(live))
+                    )
                 )
 
     async def _sweep(self, ours: NodeDirectory) -> None:
@@ -262,7 +330,8 @@ class Node:
                 dead.release()
 
     async def close(self) -> None:
-        """End every sandbox as `drained`, then let go of the directory. Idempotent."""
+        """End every sandbox as `drained`, then let go of the directory. Idempotent. Of a node that could not start it
+        ends none that it has not adopted: they wait for the next one, as after a node that was killed."""
         if self._closing:
             return
         self._closing = True
@@ -270,6 +339,7 @@ class Node:
 
     async def _close(self) -> None:
         await self._pulls.close()
+        self._creates.close()
         if self._making:  # each ends with a box in the table or with nothing, and no more are begun
             await asyncio.wait(self._making, timeout=CREATE_SECONDS + STEP_SECONDS)
         await self._pool.close()
@@ -279,16 +349,20 @@ class Node:
         until = time.monotonic() + STEP_SECONDS
         while self._tasks and (left := until - time.monotonic()) > 0:  # one may begin another
             await asyncio.wait(self._tasks, timeout=left)
-        if self._upstreams is not None:
-            await self._upstreams.aclose()
-        await self.driver.close()
+        for transport in self._upstreams.values():
+            await transport.aclose()
+        assert self._directory is not None
+        ours = self._adopted or self._directory.is_new
+        if ours:  # else boxes may live in the driver's places
+            await self.driver.close()
         self.ledger.close()
         self._commands.close()
-        assert self._directory is not None
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if failed:
+        if failed or not ours:
             self._directory.release()  # with its records, so that the next node on this host can finish the work
-            raise failed[0]
+            if failed:
+                raise failed[0]
+            return
         try:
             self._directory.remove()
         except OSError as error:
@@ -314,19 +388,82 @@ class Node:
     async def create(self, spec: SandboxSpec) -> Info:
         if self._closing:
             raise HostFault("the node is shutting down")
-        await self._pulls.have(spec.image)
         named = frozenset(spec.limits.model_fields_set) if "limits" in spec.model_fields_set else frozenset[str]()
-        return await self._create(spec, named)
+        if spec.key is None:
+            await self._pulls.have(spec.image)
+            return await self._create(spec, named)
+        what = same_create(spec, named)
 
-    async def _create(self, spec: SandboxSpec, named: frozenset[str]) -> Info:
+        async def make() -> Info:
+            await self._pulls.have(spec.image)
+            return await self._create(spec, named, what)
+
+        return self._running(await self._creates.made(spec.tenant, spec.key, what, make)).info()
+
+    async def create_many(self, spec: SandboxSpec, count: int) -> list[Made]:
+        if not 0 < count <= MOST_AT_ONCE:
+            raise InvalidRequest(f"1 to {MOST_AT_ONCE} sandboxes are made at once, not {count}")
+        turn = asyncio.Semaphore(ENDS_AT_ONCE)
+
+        async def one(number: int) -> Made:
+            each = spec if spec.key is None else spec.model_copy(update={"key": derived(spec.key, number)})
+            async with turn:
+                try:
+                    return Made(sandbox=await self.create(each))
+                except SandlotError as error:
+                    return Made(error=Fault.model_validate(error.to_wire()["error"]))
+
+        making = [asyncio.ensure_future(one(number)) for number in range(count)]
+        try:
+            return await asyncio.gather(*making)
+        except BaseException:  # the caller gave up: none of them is known to anybody
+            await shielded(self._undo(making if spec.key is None else []))
+            raise
+
+    async def _undo(self, making: list[asyncio.Task[Made]]) -> None:
+        for made in await asyncio.gather(*making, return_exceptions=True):
+            if isinstance(made, Made) and made.sandbox is not None:
+                await self.destroy(made.sandbox.id)
+
+    def _nobody_came_for(self, sandbox_id: str) -> None:
+        live = self._live.get(sandbox_id)
+        if live is not None:
+            self._end_soon(live, Ending.KILLED)
+
+    async def page(self, wanted: Filter = EVERY, cursor: str | None = None, limit: int = 100) -> Page:
+        after = listing.place(cursor, limit)
+        found: list[Live | Info] = [*self._live.values(), *self.ledger.owed()]
+        ended: list[Info] = []
+        at = after if "ended" in wanted.states else None
+        while at is not None and len(ended) <= limit:
+            more, at = self.ledger.later(wanted, at, limit + 1 - len(ended))
+            ended += more
+            await asyncio.sleep(0)  # there may be a hundred thousand: they take their turns with others
+        return listing.page(found, wanted, after, limit, ended)
+
+    async def wait_ended(self, sandbox_id: str, timeout: float | None = None) -> Info:
+        live = self._live.get(sandbox_id)
+        if live is not None:
+            if live.over is None:
+                live.over = asyncio.get_running_loop().create_future()
+            await asyncio.wait((live.over,), timeout=timeout)
+        return await self.info(sandbox_id)
+
+    async def _create(self, spec: SandboxSpec, named: frozenset[str], what: str = "") -> Info:
         sandbox_id = f"sb-{self._id}{secrets.token_hex(7)}"  # 56 bits: ten thousand of them never meet
         created_at = time.time()
         with self._in_progress(self._making):
-            self.ledger.begin(sandbox_id, spec.image, spec.labels)
+            self._shares.take(spec)
             try:
-                note = Note(sandbox_id, spec, named, created_at, 0).write() if self._grace else ""
+                self.ledger.begin(_info(sandbox_id, spec, created_at), spec.key, what)
+            except BaseException:
+                self._shares.give(spec)
+                raise
+            try:
+                note = Note(sandbox_id, spec, named, created_at, 0, what).write() if self._grace else ""
                 box = await self._make(sandbox_id, spec, named, note)
             except BaseException as error:
+                self._shares.give(spec)
                 cancelled = isinstance(error, asyncio.CancelledError)
                 detail = "the create was cancelled" if cancelled else str(error) or type(error).__name__
                 self._record_end(_info(sandbox_id, spec, created_at), Death(Ending.START_FAILED, detail))
@@ -334,7 +471,7 @@ class Node:
                     raise host_fault(error, f"make sandbox {sandbox_id}") from error
                 raise
         # No await from here to the return: a cancellation finds either nothing or a sandbox that its caller knows.
-        live = Live(sandbox_id, spec, named, box, created_at)
+        live = Live(sandbox_id, spec, named, box, created_at, what=what)
         self._begin_life(live, created_at)
         return live.info()
 
@@ -384,13 +521,19 @@ class Node:
         same = fingerprint(run)
         if not live.keyed.has(key, same):
             work = self._step(live, f"run {run.argv[0]} in sandbox {live.id}", self._commands.run(live, run, same))
-            live.keyed.add(key, same, run.argv[0], self._task(self._busy(live, work)))
+            task = self._task(self._busy(live, work))
+            live.keyed.add(key, same, run.argv[0], task, dies_alone=run.kill_on_disconnect)
+            task.add_done_callback(partial(self._forget, live))
 
     async def _result(self, live: Live, key: str) -> RunResult:
         result = await live.keyed.result(key)
-        for process in live.keyed.forget():
-            await process.release()
+        self._forget(live)
         return result
+
+    def _forget(self, live: Live, *_: object) -> None:
+        """Let go of the results that are too much."""
+        for process in live.keyed.forget():
+            self._in_background(process.release())
 
     async def launch(self, sandbox_id: str, run: Run) -> CommandInfo:
         live = self._running(sandbox_id)
@@ -406,9 +549,15 @@ class Node:
     async def wait(self, sandbox_id: str, command_id: str) -> RunResult:
         return await self._result(self._running(sandbox_id), command_id)
 
-    async def follow(self, sandbox_id: str, command_id: str, out: int = 0, err: int = 0) -> AsyncIterator[Chunk]:
-        async for chunk in self._running(sandbox_id).keyed.follow(command_id, out, err):
-            yield chunk
+    async def follow(self, sandbox_id: str, command_id: str, out: int = 0, err: int = 0) -> AsyncGenerator[Chunk, None]:
+        for offset in (out, err):
+            if not 0 <= offset <= MOST_OFFSET:
+                raise InvalidRequest(f"{offset} is no offset in a command's output", "an offset is 0 or more")
+        live = self._running(sandbox_id)
+        async with aclosing(live.keyed.follow(command_id, out, err)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        self._forget(live)
 
     async def signal(self, sandbox_id: str, command_id: str, number: int) -> None:
         if not 0 < number < 65:
@@ -443,31 +592,23 @@ class Node:
         with live:
             return await work
 
+    def _begin(self, live: Live, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return self._task(self._busy(live, work))
+
     async def open_shell(self, sandbox_id: str, spec: ShellSpec = ShellSpec()) -> ShellInfo:  # noqa: B008
         live = self._running(sandbox_id)
         with live:
-            if len(live.shells) >= MOST_SHELLS:
-                raise Conflict(f"sandbox {sandbox_id} has {MOST_SHELLS} shells already", "close some")
-            user, cwd, env = live.place(spec)
-            box = live.box
-            opening = Shell.open(box, env, cwd, user)
-            shell = await self._step(live, f"open a shell in sandbox {sandbox_id}", opening)
-            if live.box is not box or box.death.done():
-                await shell.close()
-                raise Conflict(f"sandbox {sandbox_id} was reset or ended meanwhile")
-            live.shells[shell.id] = shell
-            return shell.info()
+            opening = self._shells.open(live, spec)
+            return (await self._step(live, f"open a shell in sandbox {sandbox_id}", opening)).info()
 
     async def shells(self, sandbox_id: str) -> list[ShellInfo]:
         return [shell.info() for shell in self._running(sandbox_id).shells.values()]
 
     async def run_in_shell(self, sandbox_id: str, shell_id: str, run: ShellRun) -> ShellResult:
         live = self._running(sandbox_id)
-        shell = self._shell(live, shell_id)
-        cap = live.spec.limits.output if run.output_cap is None else run.output_cap
         with live:
             box = live.box
-            work = shell.run(run.command, timeout=run.timeout, cap=cap, stdin=run.stdin, queue=run.queue)
+            work = self._shells.run(live, shell_id, run)
             result = await self._step(live, f"run a text in shell {shell_id} of sandbox {sandbox_id}", work)
             if result.ended and live.box is not box:
                 raise Conflict(f"sandbox {sandbox_id} was reset while a text ran in it")
@@ -476,15 +617,15 @@ class Node:
             return result
 
     async def shell_output(self, sandbox_id: str, shell_id: str, command_id: str) -> ShellOutput:
-        found = self._shell(self._running(sandbox_id), shell_id).background(command_id)
+        found = self._shells.get(self._running(sandbox_id), shell_id).output(command_id)
         if found is None:
             raise NotFound(f"command {command_id} has left nothing in the background, or that was too long ago")
-        return ShellOutput(out=found[0], err=found[1])
+        return found
 
     async def interrupt_shell(self, sandbox_id: str, shell_id: str) -> bool:
         live = self._running(sandbox_id)
         with live:
-            work = self._shell(live, shell_id).interrupt()
+            work = self._shells.get(live, shell_id).interrupt()
             return await self._step(live, f"interrupt shell {shell_id} of sandbox {sandbox_id}", work)
 
     async def close_shell(self, sandbox_id: str, shell_id: str) -> None:
@@ -492,24 +633,138 @@ class Node:
         if shell is not None:
             await shielded(shell.close())
 
-    def _shell(self, live: Live, shell_id: str) -> Shell:
-        shell = live.shells.get(shell_id)
-        if shell is None:
-            raise NotFound(
-                f"sandbox {live.id} has no shell {shell_id}", "a reset ends shells, and a new server has none: open one"
-            )
-        return shell
-
-    async def read_file(self, sandbox_id: str, path: str) -> bytes:
-        live = self._running(sandbox_id)  # and not `with`: to look at it is not work
-        async with deadline(STEP_SECONDS, f"reading {path} of sandbox {sandbox_id}"):
-            return await self._step(live, f"read {path} of sandbox {sandbox_id}", files.read(live.box, path))
-
-    async def write_file(self, sandbox_id: str, path: str, data: bytes, mode: int = 0o644) -> None:
+    async def open_terminal(self, sandbox_id: str, spec: TerminalSpec = TerminalSpec()) -> TerminalInfo:  # noqa: B008
         with self._running(sandbox_id) as live:
-            async with deadline(STEP_SECONDS, f"writing {path} of sandbox {sandbox_id}"):
-                work = files.write(live.box, path, data, mode)
-                await self._step(live, f"write {path} of sandbox {sandbox_id}", work)
+            opening = self._terminals.open(live, spec)
+            return (await self._step(live, f"open a terminal in sandbox {sandbox_id}", opening)).info()
+
+    async def terminals(self, sandbox_id: str) -> list[TerminalInfo]:
+        return [terminal.info() for terminal in self._running(sandbox_id).terminals.values()]
+
+    async def attach_terminal(
+        self, sandbox_id: str, terminal_id: str, *, replay: int = REPLAY, watch: bool = False
+    ) -> TerminalLink:
+        return self._terminals.attach(self._running(sandbox_id), terminal_id, replay, watch)
+
+    async def close_terminal(self, sandbox_id: str, terminal_id: str) -> None:
+        terminal = self._running(sandbox_id).terminals.pop(terminal_id, None)
+        if terminal is not None:
+            await shielded(terminal.close())
+
+    # Its files: `with live` is work, which looking is not.
+
+    async def read_file(self, sandbox_id: str, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        work = partial(files.read, path=path, offset=offset, length=length)
+        return await self._with_files(self._running(sandbox_id), f"read {path}", work)
+
+    @asynccontextmanager
+    async def open_file(self, sandbox_id: str, path: str) -> AsyncIterator[OpenFile]:
+        work = partial(files.opened, path=path)
+        file = await self._with_files(self._running(sandbox_id), f"read {path}", work)
+        try:
+            yield file
+        finally:
+            file.close()
+
+    async def write_file(
+        self,
+        sandbox_id: str,
+        path: str,
+        data: bytes | AsyncIterator[bytes],
+        mode: int = 0o644,
+        append: bool = False,
+    ) -> None:
+        work = partial(files.write, path=path, data=data, mode=mode, append=append)
+        seconds = STEP_SECONDS if isinstance(data, bytes) else COPY_SECONDS
+        with self._running(sandbox_id) as live:
+            await self._with_files(live, f"write {path}", work, seconds)
+
+    async def stat_file(self, sandbox_id: str, path: str, follow: bool = False) -> FileInfo:
+        work = partial(looks.stat_file, path=path, follow=follow)
+        return await self._with_files(self._running(sandbox_id), f"look at {path}", work)
+
+    async def list_files(self, sandbox_id: str, path: str) -> list[FileInfo]:
+        work = partial(looks.list_files, path=path)
+        return await self._with_files(self._running(sandbox_id), f"list {path}", work)
+
+    async def glob_files(self, sandbox_id: str, pattern: str, limit: int = 10_000) -> FilesFound:
+        work = partial(looks.glob_files, pattern=pattern, limit=limit)
+        return await self._with_files(self._running(sandbox_id), f"look through {pattern}", work, FIND_SECONDS)
+
+    async def find_text(
+        self,
+        sandbox_id: str,
+        text: str,
+        path: str = "/",
+        *,
+        names: str = "**",
+        regex: bool = False,
+        ignore_case: bool = False,
+        limit: int = 1000,
+    ) -> TextFound:
+        look = partial(looks.find_text, text=text, path=path, names=names, limit=limit)
+        work = partial(look, regex=regex, ignore_case=ignore_case)
+        return await self._with_files(self._running(sandbox_id), f"look through {path}", work, FIND_SECONDS)
+
+    async def make_directory(self, sandbox_id: str, path: str, mode: int = 0o755, parents: bool = True) -> None:
+        work = partial(files.make_directory, path=path, mode=mode, parents=parents)
+        with self._running(sandbox_id) as live:
+            await self._with_files(live, f"make {path}", work)
+
+    async def move_file(self, sandbox_id: str, path: str, to: str, replace: bool = False) -> None:
+        work = partial(files.move, path=path, to=to, replace=replace)
+        with self._running(sandbox_id) as live:
+            await self._with_files(live, f"move {path}", work, COPY_SECONDS)
+
+    async def remove_file(self, sandbox_id: str, path: str, recursive: bool = False) -> None:
+        work = partial(files.remove, path=path, recursive=recursive)
+        with self._running(sandbox_id) as live:
+            await self._with_files(live, f"remove {path}", work, COPY_SECONDS)
+
+    async def change_file(
+        self, sandbox_id: str, path: str, mode: int | None = None, user: int | None = None, group: int | None = None
+    ) -> None:
+        work = partial(files.change, path=path, mode=mode, user=user, group=group)
+        with self._running(sandbox_id) as live:
+            await self._with_files(live, f"change {path}", work)
+
+    async def watch_files(self, sandbox_id: str, path: str, recursive: bool = False) -> AsyncGenerator[FileEvent, None]:
+        live = self._running(sandbox_id)
+        if live.watches >= room(MOST_WATCHES):
+            raise Conflict(f"sandbox {sandbox_id} is watched {live.watches} times already", "end some")
+        live.watches += 1
+        box = live.box
+        try:
+            async with aclosing(looks.watch_files(box, path, recursive)) as events:
+                while (event := await self._next(live, f"watch {path}", events)) is not None:
+                    yield event
+        except HostFault:
+            if live.box is not box:
+                raise Conflict(f"sandbox {sandbox_id} was reset while {path} was watched", "watch it again") from None
+            raise
+        finally:
+            live.watches -= 1
+
+    async def download(self, sandbox_id: str, path: str) -> AsyncGenerator[bytes, None]:
+        live = self._running(sandbox_id)
+        async with aclosing(looks.download(live.box, path)) as chunks:
+            while (chunk := await self._next(live, f"read {path}", chunks)) is not None:
+                yield chunk
+
+    async def _with_files(
+        self, live: Live, what: str, work: Callable[[Box], Coroutine[Any, Any, T]], seconds: float = STEP_SECONDS
+    ) -> T:
+        what = f"{what} of sandbox {live.id}"
+        async with deadline(seconds, f"trying to {what}"):
+            return await self._step(live, what, work(live.box))
+
+    async def _next(self, live: Live, what: str, items: AsyncGenerator[T, None]) -> T | None:
+        """One more of what comes piece by piece; None: that was all."""
+
+        async def one() -> T | None:
+            return await anext(items, None)
+
+        return await self._step(live, f"{what} of sandbox {live.id}", one())
 
     async def upload(self, sandbox_id: str, path: str, tar: AsyncIterator[bytes], user: int = 0) -> None:
         with self._running(sandbox_id) as live:
@@ -522,9 +777,12 @@ class Node:
             raise InvalidRequest(f"{port} is not a port", "ports go from 1 to 65535")
         with self._running(sandbox_id) as live:
             box = live.box
+            if isinstance(target, Upstream):
+                work = self._allow(live, target)
+                await self._step(live, f"route port {port} of sandbox {sandbox_id} to {target.url}", work)
             async with deadline(STEP_SECONDS, f"listening on port {port} of sandbox {sandbox_id}"):
-                work = self._listen(live, box, port, target)
-                served = await self._step(live, f"listen on port {port} of sandbox {sandbox_id}", work)
+                listening = self._listen(live, box, port, target)
+                served = await self._step(live, f"listen on port {port} of sandbox {sandbox_id}", listening)
             if live.box is box and not box.death.done():
                 live.routes.append(Route(port, target, served))
                 return
@@ -576,7 +834,8 @@ class Node:
             for route in before:
                 route.served.close()
             held = live.keyed.clear()  # of the box that ends
-            self._close_shells(live)
+            self._shells.close_all(live)
+            self._terminals.close_all(live)
             async with deadline(STEP_SECONDS, f"ending what ran in sandbox {live.id}"):
                 await old.destroy(Ending.EXIT)
             for process in held:
@@ -618,7 +877,7 @@ class Node:
 
         with live, self._in_progress(self._tasks):
             image = (await self._snapshot(live, None)).name
-            spec = live.spec.model_copy(update={"image": image})
+            spec = live.spec.model_copy(update={"image": image, "key": None})
             try:
                 made = await asyncio.gather(*(one(spec) for _ in range(count)), return_exceptions=True)
                 for failed in made:
@@ -770,6 +1029,7 @@ class Node:
         if self._live.get(live.id) is not live:
             return
         del self._live[live.id]
+        self._shares.give(live.spec)
         for timer in (live.idle_timer, live.lifetime_timer):
             if timer is not None:
                 timer.cancel()
@@ -777,28 +1037,18 @@ class Node:
             route.served.close()
         for process in live.keyed.clear():
             self._in_background(process.release())
-        self._close_shells(live)
+        self._shells.close_all(live)
+        self._terminals.close_all(live)
         if live.spec.image != "host":
             self._prune_soon()
         self._record_end(live.info(), death)
-
-    def _close_shells(self, live: Live) -> None:
-        """Of a box that is dead, or about to be."""
-        for shell in live.shells.values():
-            self._in_background(shell.close())
-        live.shells.clear()
+        self._creates.ended(live.id)
+        if live.over is not None:
+            live.over.set_result(None)
 
     def _record_end(self, info: Info, death: Death) -> None:
-        now = time.time()
-        self.ledger.end(info.id, death.ending, death.detail, info.losses)
-        self._ended[info.id] = info.model_copy(
-            update={"state": "ended", "ended_at": now, "ending": death.ending, "detail": death.detail}
-        )
-        while self._ended:
-            oldest = next(iter(self._ended.values()))
-            if len(self._ended) <= ENDED_KEPT and (oldest.ended_at or now) > now - ENDED_SECONDS:
-                break
-            del self._ended[oldest.id]
+        how = {"state": "ended", "ended_at": time.time(), "ending": death.ending, "detail": death.detail}
+        self.ledger.end(info.model_copy(update=how))
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that this node waits for when it closes; whoever asks for its result gets it, or its exception."""
@@ -827,9 +1077,9 @@ class Node:
         return live
 
     def _past(self, sandbox_id: str) -> Info:
-        ended = self._ended.get(sandbox_id)
+        ended = self.ledger.ended(sandbox_id)
         if ended is None:
-            raise NotFound(f"there is no sandbox {sandbox_id}", "the ids of those that run: `GET /v1/sandboxes`")
+            raise no_sandbox(sandbox_id)
         return ended
 
     def _ended_error(self, sandbox_id: str) -> SandlotError:
@@ -859,7 +1109,7 @@ class Node:
         note = None
         if isinstance(target, Upstream) and self._grace:
             note = target.model_dump_json()
-        app = self._relay(target) if isinstance(target, Upstream) else target
+        app = self._relay(live, target) if isinstance(target, Upstream) else target
         listener = await box.listen(port, note)
         try:
             return await asgi.serve(listener, app, room=self._room(live))
@@ -867,12 +1117,15 @@ class Node:
             listener.close()
             raise
 
-    def _relay(self, upstream: Upstream) -> Relay:
-        from sandlot.node.relay import Relay, new_transport
+    async def _allow(self, live: Live, upstream: Upstream) -> None:
+        """Raises Forbidden, and OSError when this process has no room for connections."""
+        await self._relay(live, upstream).check()
 
-        if self._upstreams is None:
-            self._upstreams = new_transport()
-        return Relay(upstream, self._upstreams)
+    def _relay(self, live: Live, upstream: Upstream) -> Relay:
+        reachable = anybody if live.spec.tenant is None else self._reachable
+        if reachable not in self._upstreams:
+            self._upstreams[reachable] = new_transport(reachable)
+        return Relay(upstream, self._upstreams[reachable], reachable)
 
     async def _step(self, live: Live, what: str, work: Coroutine[Any, Any, T]) -> T:
         """One piece of work with the box; what fails of it is said in terms of the sandbox."""
@@ -918,16 +1171,20 @@ def local_node(
     orphan_grace: float = 0.0,
     warm: Sequence[Warm] = (),
     registries: Sequence[str] | None = None,
+    quota_of: QuotaOf = no_quota,
+    reachable: Reachable = anybody,
 ) -> Node:
     """A node of this host's native boxes, to be started. With a `name` it takes over the directory, and with an
     `orphan_grace` the sandboxes, of a dead node of that name. It pulls from `registries` (None: any; empty: any that is
-    public). Raises HostFault when its directory cannot be made."""
+    public). The rest is as of `Node`. Raises HostFault when its directory cannot be made."""
     from sandlot.drivers.native.driver import NativeDriver
 
     directory = NodeDirectory.claim(state_dir, name)
     try:
         driver = NativeDriver(directory.path, store=image_store(state_dir), registries=registries)
-        return Node(driver, directory=directory, orphan_grace=orphan_grace, warm=warm)
+        return Node(
+            driver, directory=directory, orphan_grace=orphan_grace, warm=warm, quota_of=quota_of, reachable=reachable
+        )
     except BaseException:
-        directory.remove()
+        directory.give_up()
         raise

@@ -21,15 +21,43 @@ from sandlot.api import Output
 _PIPE_BYTES = 1 << 16  # capacity of a Linux pipe
 # The middle of a long stream is given back to the kernel in pieces of this size.
 _PIECE = 1 << 20
+# Of a stream whose followers miss nothing: how long it waits for the first of them, here and in a node that adopts its
+# box, and for one to come back when the last has gone (seconds); and the least cap with which it can: what came when
+# nobody had taken it yet, and what is taken at once and at the end, are kept in the tail.
+FIRST_SECONDS = 60.0
+NEXT_SECONDS = 10.0
+LEAST_LOSSLESS = 1 << 19
+# Bytes that may be on the way to a follower, who has them as far as this process knows, and asks for them again when
+# the connection breaks: Linux gives it up to 4 MiB to send and 6 MiB to receive, of which base64 makes three quarters.
+ON_THE_WAY = 8 << 20
 _PUNCH = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def punch(log: int, offset: int, size: int) -> None:
+    """Give so many bytes of a memory file back to the kernel. A failure costs memory, nothing else."""
+    _libc.fallocate(log, _PUNCH, ctypes.c_long(offset), ctypes.c_long(size))
+
+
 class Stream:
     """One stream of a command on its way: the first half of the cap is kept from the head, the rest from the tail."""
 
-    __slots__ = ("_grew", "_loop", "_reading", "_wasted", "cap", "log", "pipe", "total")
+    __slots__ = (
+        "_behind",
+        "_followers",
+        "_grew",
+        "_loop",
+        "_paused",
+        "_reading",
+        "_timer",
+        "_told",
+        "_wasted",
+        "cap",
+        "log",
+        "pipe",
+        "total",
+    )
 
     def __init__(self, cap: int, pipe: int, log: int) -> None:
         """Reads from `pipe` into `log`, a memory file at the position it has; both are this object's from now on."""
@@ -40,7 +68,13 @@ class Stream:
         self.total = os.lseek(log, 0, os.SEEK_CUR)  # bytes that came
         # Up to here, from the head's end, the middle was given back; of a log that another node kept it may have been.
         self._wasted = max(cap // 2, self.total - (cap - cap // 2))
+        self._behind = 0  # bytes that are kept before the tail, for a follower who comes back
+        self._followers: dict[object, int] = {}  # those who must miss nothing, and how many bytes each has
         self._grew: list[Callable[[], None]] = []
+        # Bytes that every follower has, or the last of them had; None: nobody is waited for.
+        self._told: int | None = None
+        self._timer: asyncio.TimerHandle | None = None  # until when a follower is waited for
+        self._paused = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pipe, self._readable)
         self._reading = True
@@ -72,12 +106,43 @@ class Stream:
         self.total += moved
         for call in self._grew:
             call()
-        surplus = self.total - (self.cap - self.cap // 2) - self._wasted
+        self._pause_if_ahead()
+        surplus = self.total - (self.cap - self.cap // 2) - self._behind - self._wasted
         if surplus >= _PIECE:
-            _libc.fallocate(
-                self.log, _PUNCH, ctypes.c_long(self._wasted), ctypes.c_long(surplus)
-            )  # a failure costs memory, nothing else
+            punch(self.log, self._wasted, surplus)
             self._wasted += surplus
+
+    def wait_for_followers(self) -> None:
+        """From now on nothing is taken that whoever follows would miss. Its cap is LEAST_LOSSLESS or more. Of one
+        that another node began they say how far they were."""
+        self._told = 0
+        self._behind = ON_THE_WAY
+        self._wasted = max(self.cap // 2, self.total - (self.cap - self.cap // 2) - self._behind)
+        self._pause_if_ahead()
+        self._wait(FIRST_SECONDS)
+
+    def _pause_if_ahead(self) -> None:
+        if self._told is not None and self._reading and not self._paused and self._is_ahead(self._told):
+            self._paused = True
+            self._loop.remove_reader(self.pipe)
+
+    def _wait(self, seconds: float | None) -> None:
+        """For a follower, so long and no longer; None: there is one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if seconds is not None and self._told is not None and self._reading:
+            self._timer = self._loop.call_later(seconds, self._has_told, None)
+
+    def _is_ahead(self, told: int) -> bool:
+        return self.total - told >= self.cap // 2 - 2 * _PIPE_BYTES
+
+    def _has_told(self, told: int | None) -> None:
+        self._told = told
+        if self._paused and (told is None or not self._is_ahead(told)):
+            self._paused = False
+            if self._reading:
+                self._loop.add_reader(self.pipe, self._readable)
 
     @contextmanager
     def telling(self, call: Callable[[], None]) -> Iterator[None]:
@@ -87,6 +152,32 @@ class Stream:
             yield
         finally:
             self._grew.remove(call)
+
+    @contextmanager
+    def waiting_for(self, offset: int) -> Iterator[Callable[[int], None]]:
+        """There is a follower who must miss nothing and begins there; by what it gets it says that it has what was
+        before an offset. When it goes away, and others are there, they alone are waited for."""
+        follower = object()
+
+        def has(offset: int) -> None:
+            self._followers[follower] = min(offset, self.total)  # else one who is far ahead would say so for all time
+            self._ask_all()
+
+        self._wait(None)
+        has(offset)
+        try:
+            yield has
+        finally:
+            del self._followers[follower]
+            if self._followers:
+                self._ask_all()
+            else:
+                self._wait(NEXT_SECONDS)
+
+    def _ask_all(self) -> None:
+        """Who has least counts: what is taken for the others would be lost to that one."""
+        if self._told is not None:
+            self._has_told(min(self._followers.values()))
 
     def since(self, offset: int, most: int) -> tuple[int, bytes]:
         """How many bytes from there on are lost, and at most so many of those that follow."""
@@ -113,19 +204,22 @@ class Stream:
     def say(self, text: str) -> None:
         self._kept(os.write(self.log, text.encode(errors="surrogateescape")))
 
-    def output(self) -> Output:
-        """What was kept so far."""
-        if self.total <= self.cap:
-            data = os.pread(self.log, self.total, 0)
+    def output(self, total: int | None = None) -> Output:
+        """What was kept so far; of the first `total` bytes, unless their tail was given back since."""
+        head, tail = self.cap // 2, self.cap - self.cap // 2
+        if total is None or min(total, self._wasted) > max(head, total - tail):
+            total = self.total
+        if total <= self.cap:
+            data = os.pread(self.log, total, 0)
         else:
-            tail = self.cap - self.cap // 2
-            data = os.pread(self.log, self.cap // 2, 0) + os.pread(self.log, tail, self.total - tail)
-        return Output.model_construct(data=data, total=self.total)
+            data = os.pread(self.log, head, 0) + os.pread(self.log, tail, total - tail)
+        return Output.model_construct(data=data, total=total)
 
     def stop(self) -> None:
         """Take no more."""
         if self._reading:
             self._reading = False
+            self._wait(None)
             self._loop.remove_reader(self.pipe)
 
     def close(self) -> None:
@@ -147,10 +241,12 @@ def kept_of(output: Output, offset: int) -> tuple[int, bytes]:
 
 
 class Input:
-    """The standard input of a command that is fed as it goes."""
+    """What a program reads that is fed as it goes."""
 
-    def __init__(self) -> None:
-        self.theirs, self._fd = os.pipe2(os.O_CLOEXEC)
+    def __init__(self, fd: int | None = None) -> None:
+        """Writes to `fd`, which is this object's from now on; without one to a pipe, whose other end is `theirs`, for
+        the caller to close."""
+        self.theirs, self._fd = os.pipe2(os.O_CLOEXEC) if fd is None else (-1, fd)
         os.set_blocking(self._fd, False)
         self._turn = asyncio.Lock()
         self._wake = asyncio.Event()  # there may be room, or it was closed

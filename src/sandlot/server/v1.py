@@ -11,45 +11,64 @@ import json
 import pathlib
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import IO, Annotated, Any, TypeVar
 from urllib.parse import parse_qs
 
-from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response, WebSocket
 from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, HTTPConnection
 
 from sandlot.api import (
+    EVERY,
+    MOST_FOUND,
+    MOST_OFFSET,
+    MOST_USER,
+    REPLAY,
     Capability,
     Change,
     Chunk,
     CommandInfo,
     Ending,
+    FileEvent,
+    FileInfo,
+    FileName,
+    FilesFound,
+    Filter,
     ImageConfig,
     ImageInfo,
     Info,
+    Made,
     NodeAPI,
     PoolInfo,
     Run,
     RunResult,
     SandboxSpec,
+    Seconds,
     ShellInfo,
     ShellOutput,
     ShellResult,
     ShellRun,
     ShellSpec,
+    State,
     Stats,
+    TerminalInfo,
+    TerminalSpec,
+    TextFound,
     Upstream,
     is_reference,
     to_json,
 )
 from sandlot.drivers.layers import Room, no_room, taken
 from sandlot.drivers.oci.archive import kept_as
-from sandlot.errors import NotFound, SandlotError, Unsupported, host_fault
+from sandlot.errors import Forbidden, NotFound, SandlotError, Unsupported, host_fault
+from sandlot.server import contents
+from sandlot.server import terminals as sockets
+from sandlot.server.tenants import caller_of, node_of, own_sandbox, still_let_in, told, while_let_in
 from sandlot.server.volumes import AllowedVolumes
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", dependencies=[Depends(own_sandbox)])
 
 T = TypeVar("T")
 
@@ -57,6 +76,7 @@ _PIECE = 1 << 20  # bytes that are worth a thread's while
 
 _INFO = TypeAdapter(Info)
 _INFOS = TypeAdapter(list[Info])
+_MADE = TypeAdapter(list[Made])
 _STATS = TypeAdapter(Stats)
 _RESULT = TypeAdapter(RunResult)
 _IMAGE = TypeAdapter(ImageInfo)
@@ -69,17 +89,27 @@ _SHELL = TypeAdapter(ShellInfo)
 _SHELLS = TypeAdapter(list[ShellInfo])
 _SHELL_RESULT = TypeAdapter(ShellResult)
 _SHELL_OUTPUT = TypeAdapter(ShellOutput)
+_FILE = TypeAdapter(FileInfo)
+_FILES = TypeAdapter(list[FileInfo])
+_FILES_FOUND = TypeAdapter(FilesFound)
+_TEXT_FOUND = TypeAdapter(TextFound)
+_FILE_EVENT = TypeAdapter(FileEvent)
+
+# Bytes of a body that is taken in one piece.
+_SHORT_BODY = 1 << 20
+_TERMINAL = TypeAdapter(TerminalInfo)
+_TERMINALS = TypeAdapter(list[TerminalInfo])
 
 
-async def _node(request: Request) -> NodeAPI:
-    node: NodeAPI = request.app.state.node
-    return node
+async def _node(connection: HTTPConnection) -> NodeAPI:
+    return node_of(connection)
 
 
 Node = Annotated[NodeAPI, Depends(_node)]
 Id = Annotated[str, Path(description="a sandbox's id", examples=["sb-0a1b2c3d4e5f60"])]
 CommandId = Annotated[str, Path(description="a command's id", examples=["c-0a1b2c3d4e5f"])]
 ShellId = Annotated[str, Path(description="a shell's id", examples=["sh-0a1b2c3d"])]
+TerminalId = Annotated[str, Path(description="a terminal's id", examples=["t-0a1b2c3d"])]
 Name = Annotated[str, Path(description="an image's name", examples=["solved"])]
 
 
@@ -93,15 +123,30 @@ async def _image(request: Request, node: NodeAPI, name: str) -> str:
     return volumes.image(name)
 
 
-async def _file_path(
-    request: Request, path: Annotated[str, Query(description="absolute path inside", examples=["/root/notes.txt"])]
-) -> str:
-    # The framework replaces bytes that are not UTF-8; a file's name may have some.
-    query: bytes = request.scope["query_string"]
-    return parse_qs(query.decode("ascii", "surrogateescape"), True, errors="surrogateescape").get("path", [path])[-1]
+def _as_sent(name: str, description: str, example: str, default: Any = ...) -> Any:
+    """A word of the query, byte for byte: the framework replaces those that are not UTF-8, and a file's name may have
+    some."""
+    given = Query(default, alias=name, description=description, examples=[example])
+
+    async def found(request: Request, word: str = given) -> str:
+        query: bytes = request.scope["query_string"]
+        return parse_qs(query.decode("ascii", "surrogateescape"), True, errors="surrogateescape").get(name, [word])[-1]
+
+    return Depends(found)
 
 
-FilePath = Annotated[str, Depends(_file_path)]
+FilePath = Annotated[str, _as_sent("path", "absolute path inside", "/root/notes.txt")]
+
+
+async def _filter(
+    state: Annotated[list[State] | None, Query(description="may be repeated; without one those that live")] = None,
+    label: Annotated[list[str] | None, Query(description="NAME=VALUE, or NAME for any value", max_length=100)] = None,
+    image: Annotated[str | None, Query(description="as their specs name it")] = None,
+    tenant: Annotated[str | None, Query(description="whose they are")] = None,
+) -> Filter:
+    pairs = (words.partition("=") for words in label or ())
+    labels = {name: value if equals else None for name, equals, value in pairs}
+    return Filter(states=tuple(state or EVERY.states), labels=labels, image=image, tenant=tenant)
 
 
 def _json(kind: TypeAdapter[T], answer: T, status: int = 200) -> Response:
@@ -123,6 +168,25 @@ async def _while_heard(request: Request, work: Coroutine[Any, Any, T]) -> T | No
     return None if working.cancelled() else working.result()
 
 
+async def _waited(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The same of what may take for ever: who is not let in any more when it is there does not get it."""
+    found = await _while_heard(request, work)
+    still_let_in(request)
+    return found
+
+
+async def _first(items: AsyncIterator[T]) -> list[T]:
+    """The first of them, if there is one."""
+    async for item in items:
+        return [item]
+    return []
+
+
+def _last_line(request: Request, error: SandlotError) -> bytes:
+    """Of a stream that an error ends."""
+    return json.dumps(told(error, request)).encode() + b"\n"
+
+
 def _check_network(request: Request, spec: SandboxSpec) -> None:
     if spec.network not in request.app.state.networks:
         raise Unsupported(
@@ -136,21 +200,67 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-@router.post("/sandboxes", status_code=201, response_model=Info)
-async def create(request: Request, node: Node, spec: SandboxSpec) -> Response:
-    """Make a sandbox; answers when a command can run in it."""
+async def _allowed(request: Request, node: NodeAPI, spec: SandboxSpec) -> SandboxSpec:
+    """The same, with links followed. Raises Unsupported for what this server gives nobody."""
     _check_network(request, spec)
     spec = request.app.state.volumes.checked(spec)
-    info = await node.create(spec.model_copy(update={"image": await _image(request, node, spec.image)}))
+    return spec.model_copy(update={"image": await _image(request, node, spec.image)})
+
+
+@router.post("/sandboxes", status_code=201, response_model=Info)
+async def create(request: Request, node: Node, spec: SandboxSpec) -> Response:
+    """Make a sandbox; answers when a command can run in it. With a `key` it can be asked again, after whatever
+    happened, and is made once."""
+    spec = await _allowed(request, node, spec)
+    if spec.key is not None:  # whoever hangs up may come back for it
+        found = await _while_heard(request, node.create(spec))
+        return _json(_INFO, found, 201) if found is not None else Response(status_code=499)  # which nobody reads
+    info = await node.create(spec)
     if await request.is_disconnected():  # nobody would ever know its id
         info = await node.destroy(info.id, Ending.KILLED)
     return _json(_INFO, info, 201)
 
 
+@router.post("/sandboxes/batch", status_code=201, response_model=list[Made])
+async def create_many(
+    request: Request,
+    node: Node,
+    spec: Annotated[SandboxSpec, Body()],
+    count: Annotated[int, Body(ge=1, le=1000)],
+) -> Response:
+    """Make so many sandboxes; answers when a command can run in each, or it is known why there is none."""
+    made = await _while_heard(request, node.create_many(await _allowed(request, node, spec), count))
+    return _json(_MADE, made, 201) if made is not None else Response(status_code=499)  # which nobody reads
+
+
 @router.get("/sandboxes", response_model=list[Info])
-async def list_running(node: Node) -> Response:
-    """The running sandboxes."""
-    return _json(_INFOS, await node.list())
+async def sandboxes(
+    request: Request,
+    node: Node,
+    wanted: Annotated[Filter, Depends(_filter)],
+    cursor: Annotated[str | None, Query(description="from the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """The running sandboxes, or those that fit, the oldest first. Where there are more, the header `Link` has the path
+    of the next page, as `rel="next"`."""
+    page = await node.page(wanted, cursor, limit)
+    answer = _json(_INFOS, list(page.sandboxes))
+    if page.next is not None:
+        there = request.url.include_query_params(cursor=page.next)
+        answer.headers["link"] = f'<{there.path}?{there.query}>; rel="next"'
+    return answer
+
+
+@router.get("/sandboxes/{sandbox_id}/wait", response_model=Info)
+async def wait_ended(
+    request: Request,
+    node: Node,
+    sandbox_id: Id,
+    timeout: Annotated[Seconds | None, Query(description="seconds, and then it answers as it is")] = None,
+) -> Response:
+    """How a sandbox ended; answers when it has."""
+    found = await _waited(request, node.wait_ended(sandbox_id, timeout))
+    return _json(_INFO, found) if found is not None else Response(status_code=499)  # which nobody reads
 
 
 @router.get("/sandboxes/{sandbox_id}", response_model=Info)
@@ -170,7 +280,7 @@ async def reset(
     request: Request,
     node: Node,
     sandbox_id: Id,
-    image: Annotated[str | None, Body(embed=True, description="null: the image that it has")] = None,
+    image: Annotated[FileName | None, Body(embed=True, description="null: the image that it has")] = None,
 ) -> Response:
     """Back to its image, or to another one: its processes and files are gone; id, limits, labels and routes stay."""
     return _json(_INFO, await node.reset(sandbox_id, image and await _image(request, node, image)))
@@ -234,7 +344,9 @@ async def tag_image(
 
 
 @router.post("/images/pull", response_class=StreamingResponse)
-async def pull_image(node: Node, reference: Annotated[str, Body(embed=True, examples=["debian:12"])]) -> Response:
+async def pull_image(
+    request: Request, node: Node, reference: Annotated[str, Body(embed=True, examples=["debian:12"])]
+) -> Response:
     """Fetch an image from its registry. A line of JSON a few times a second says how far it is; the last one carries
     the image, or is an error."""
     lines = node.pull_image(reference)
@@ -243,10 +355,10 @@ async def pull_image(node: Node, reference: Annotated[str, Body(embed=True, exam
     async def body() -> AsyncIterator[bytes]:
         try:
             yield first.model_dump_json().encode() + b"\n"
-            async for line in lines:
+            async for line in while_let_in(request, lines):
                 yield line.model_dump_json().encode() + b"\n"
         except SandlotError as error:
-            yield json.dumps(error.to_wire()).encode() + b"\n"
+            yield _last_line(request, error)
         finally:
             await lines.aclose()  # at once: whoever hung up wants it no more
 
@@ -271,7 +383,7 @@ async def export_image(request: Request, node: Node, name: Name) -> Response:
 
     async def body() -> AsyncIterator[bytes]:
         yield first
-        async for chunk in chunks:
+        async for chunk in while_let_in(request, chunks):
             yield chunk
 
     return StreamingResponse(body(), media_type="application/x-tar")
@@ -342,7 +454,7 @@ async def destroy(node: Node, sandbox_id: Id, ending: Ending = Ending.EXIT) -> R
 async def run(request: Request, node: Node, sandbox_id: Id, run: Run) -> Response:
     """Run a command to its end. A failure of the command is a result, not an error. When the caller hangs up, the
     command is killed."""
-    result = await _while_heard(request, node.run(sandbox_id, run))
+    result = await _waited(request, node.run(sandbox_id, run))
     return _json(_RESULT, result) if result is not None else Response(status_code=499)  # which nobody reads
 
 
@@ -360,32 +472,39 @@ async def commands(node: Node, sandbox_id: Id) -> Response:
 
 @router.get("/sandboxes/{sandbox_id}/commands/{command_id}/wait", response_model=RunResult)
 async def wait(request: Request, node: Node, sandbox_id: Id, command_id: CommandId) -> Response:
-    """How a command ended; answers when it has. When the caller hangs up, it goes on."""
-    result = await _while_heard(request, node.wait(sandbox_id, command_id))
+    """How a command ended; answers when it has. When the caller hangs up, it goes on, unless it was started with
+    `kill_on_disconnect`."""
+    result = await _waited(request, node.wait(sandbox_id, command_id))
     return _json(_RESULT, result) if result is not None else Response(status_code=499)  # which nobody reads
 
 
 @router.get("/sandboxes/{sandbox_id}/commands/{command_id}/output", response_class=StreamingResponse)
 async def follow(
+    request: Request,
     node: Node,
     sandbox_id: Id,
     command_id: CommandId,
-    out: Annotated[int, Query(ge=0, description="where to begin in standard output")] = 0,
-    err: Annotated[int, Query(ge=0)] = 0,
+    out: Annotated[int, Query(ge=0, le=MOST_OFFSET, description="where to begin in standard output")] = 0,
+    err: Annotated[int, Query(ge=0, le=MOST_OFFSET)] = 0,
 ) -> Response:
     """What a command writes, as it comes: a `Chunk` in JSON on each line, until the command has ended. An error that
     comes in the middle is the last line."""
     chunks = node.follow(sandbox_id, command_id, out, err)
-    first = await anext(chunks, None)  # an error is an answer, not a broken stream
+    first = await _while_heard(request, _first(chunks))  # an error is an answer, not a broken stream
+    if first is None:
+        return Response(status_code=499)  # which nobody reads
 
     async def body() -> AsyncIterator[bytes]:
-        if first is not None:
-            yield to_json(_CHUNK, first) + b"\n"
         try:
-            async for chunk in chunks:
+            still_let_in(request)  # the first may have been long in coming
+            for chunk in first:
+                yield to_json(_CHUNK, chunk) + b"\n"
+            async for chunk in while_let_in(request, chunks):
                 yield to_json(_CHUNK, chunk) + b"\n"
         except SandlotError as error:
-            yield json.dumps(error.to_wire()).encode() + b"\n"
+            yield _last_line(request, error)
+        finally:
+            await chunks.aclose()  # at once: a command may have to be killed that nobody follows any more
 
     return StreamingResponse(body(), media_type="application/x-ndjson")
 
@@ -417,7 +536,7 @@ async def write_stdin(
 
 @router.post("/sandboxes/{sandbox_id}/shells", status_code=201, response_model=ShellInfo)
 async def open_shell(node: Node, sandbox_id: Id, spec: ShellSpec) -> Response:
-    """A bash that lives on between commands; `sh` where the image has none. A reset ends it, and the server's end."""
+    """A bash that lives on between commands; `sh` where the image has none. A reset ends it."""
     return _json(_SHELL, await node.open_shell(sandbox_id, spec), 201)
 
 
@@ -429,14 +548,15 @@ async def shells(node: Node, sandbox_id: Id) -> Response:
 
 @router.post("/sandboxes/{sandbox_id}/shells/{shell_id}/run", response_model=ShellResult)
 async def run_in_shell(request: Request, node: Node, sandbox_id: Id, shell_id: ShellId, run: ShellRun) -> Response:
-    """Run a text to its end. A shell that is busy answers 409. When the caller hangs up, the text is cut short."""
-    result = await _while_heard(request, node.run_in_shell(sandbox_id, shell_id, run))
+    """Run a text to its end. A shell that is busy answers 409. When the caller hangs up, a text without a key is cut
+    short."""
+    result = await _waited(request, node.run_in_shell(sandbox_id, shell_id, run))
     return _json(_SHELL_RESULT, result) if result is not None else Response(status_code=499)  # which nobody reads
 
 
 @router.get("/sandboxes/{sandbox_id}/shells/{shell_id}/commands/{command_id}", response_model=ShellOutput)
 async def shell_output(node: Node, sandbox_id: Id, shell_id: ShellId, command_id: str) -> Response:
-    """What a finished command and its children in the background have written so far."""
+    """What a command has written so far that runs, has children in the background, or has a key."""
     return _json(_SHELL_OUTPUT, await node.shell_output(sandbox_id, shell_id, command_id))
 
 
@@ -453,23 +573,228 @@ async def close_shell(node: Node, sandbox_id: Id, shell_id: ShellId) -> Response
     return Response(status_code=204)
 
 
-@router.get("/sandboxes/{sandbox_id}/files", response_class=Response)
-async def read_file(node: Node, sandbox_id: Id, path: FilePath) -> Response:
-    """The bytes of a regular file."""
-    return Response(await node.read_file(sandbox_id, path), media_type="application/octet-stream")
+@router.post("/sandboxes/{sandbox_id}/terminals", status_code=201, response_model=TerminalInfo)
+async def open_terminal(node: Node, sandbox_id: Id, spec: TerminalSpec) -> Response:
+    """Start a program on a terminal of its own. A WebSocket to `/v1/sandboxes/{id}/terminals/{terminal}` attaches to
+    it: see docs/guides/commands-and-shells.md."""
+    return _json(_TERMINAL, await node.open_terminal(sandbox_id, spec), 201)
+
+
+@router.get("/sandboxes/{sandbox_id}/terminals", response_model=list[TerminalInfo])
+async def terminals(node: Node, sandbox_id: Id) -> Response:
+    """The terminals of a sandbox, those whose program has ended and that were not closed too."""
+    return _json(_TERMINALS, await node.terminals(sandbox_id))
+
+
+@router.websocket("/sandboxes/{sandbox_id}/terminals/{terminal_id}")
+async def attach_terminal(
+    socket: WebSocket, sandbox_id: str, terminal_id: str, replay: int = REPLAY, watch: bool = False
+) -> None:
+    """A terminal's bytes in binary frames, both ways; sizes and its end in JSON in text frames."""
+    caller = caller_of(socket)
+    if not caller.may_run and not watch:
+        raise Forbidden("this key may watch a terminal, and not type there", "attach with `watch=true`")
+    attaching = node_of(socket).attach_terminal(sandbox_id, terminal_id, replay=replay, watch=watch)
+    await sockets.serve(socket, attaching)
+
+
+@router.delete("/sandboxes/{sandbox_id}/terminals/{terminal_id}", status_code=204)
+async def close_terminal(node: Node, sandbox_id: Id, terminal_id: TerminalId) -> Response:
+    """End a terminal with all that runs on it; idempotent."""
+    await node.close_terminal(sandbox_id, terminal_id)
+    return Response(status_code=204)
+
+
+@router.get(
+    "/sandboxes/{sandbox_id}/files",
+    response_class=Response,
+    responses={
+        206: {"description": "The `Range` that was asked for"},
+        304: {"description": "The caller has it: `If-None-Match` names it"},
+        416: {"description": "The file has none of the `Range`"},
+    },
+)
+async def read_file(request: Request, node: Node, sandbox_id: Id, path: FilePath) -> Response:
+    """The bytes of a regular file, of any size; `Range`, `If-Range` and `If-None-Match` are heeded."""
+    async with AsyncExitStack() as held:
+        file = await held.enter_async_context(node.open_file(sandbox_id, path))
+        return await contents.answer(request, file, held.pop_all().aclose)
+
+
+FileMode = Annotated[int, Query(ge=0, le=0o777, description="permission bits, as a decimal number")]
 
 
 @router.put("/sandboxes/{sandbox_id}/files", status_code=204)
-async def write_file(
+async def write_file(node: Node, sandbox_id: Id, path: FilePath, request: Request, mode: FileMode = 0o644) -> Response:
+    """Make a file of the request's body, which may be of any size, or replace it at once when all of it has come;
+    missing parents are made."""
+    return await _written(request, node.write_file(sandbox_id, path, await _body(request), mode))
+
+
+@router.post("/sandboxes/{sandbox_id}/files", status_code=204)
+async def append_file(node: Node, sandbox_id: Id, path: FilePath, request: Request, mode: FileMode = 0o644) -> Response:
+    """Add the request's body to the end of a file, which is made with this mode if it is missing."""
+    return await _written(request, node.write_file(sandbox_id, path, await _body(request), mode, True))
+
+
+async def _body(request: Request) -> bytes | AsyncIterator[bytes]:
+    """A short one as it is: it has come already, most likely, and takes no pipe."""
+    length = request.headers.get("content-length", "")
+    return await request.body() if length.isdigit() and int(length) <= _SHORT_BODY else request.stream()
+
+
+async def _written(request: Request, work: Coroutine[Any, Any, None]) -> Response:
+    try:
+        await work
+    except ClientDisconnect:
+        return Response(status_code=499)  # which nobody reads
+    return Response(status_code=204)
+
+
+@router.delete("/sandboxes/{sandbox_id}/files", status_code=204)
+async def remove_file(
     node: Node,
     sandbox_id: Id,
     path: FilePath,
-    request: Request,
-    mode: Annotated[int, Query(ge=0, le=0o777, description="permission bits, as a decimal number")] = 0o644,
+    recursive: Annotated[bool, Query(description="a directory with all that is in it, unless a volume is")] = False,
 ) -> Response:
-    """Make or replace a file with the request's body; missing parents are made."""
-    await node.write_file(sandbox_id, path, await request.body(), mode)
+    """Remove a file, a link, an empty directory."""
+    await node.remove_file(sandbox_id, path, recursive)
     return Response(status_code=204)
+
+
+@router.patch("/sandboxes/{sandbox_id}/files", status_code=204)
+async def change_file(
+    node: Node,
+    sandbox_id: Id,
+    path: FilePath,
+    mode: Annotated[int | None, Query(ge=0, le=0o7777, description="as a decimal number")] = None,
+    user: Annotated[int | None, Query(ge=0, le=MOST_USER)] = None,
+    group: Annotated[int | None, Query(ge=0, le=MOST_USER)] = None,
+) -> Response:
+    """Give a file another mode, owner or group."""
+    await node.change_file(sandbox_id, path, mode, user, group)
+    return Response(status_code=204)
+
+
+@router.get("/sandboxes/{sandbox_id}/files/stat", response_model=FileInfo)
+async def stat_file(
+    node: Node,
+    sandbox_id: Id,
+    path: FilePath,
+    follow: Annotated[bool, Query(description="what a link leads to, instead of the link")] = False,
+) -> Response:
+    """What is at a path."""
+    return _json(_FILE, await node.stat_file(sandbox_id, path, follow))
+
+
+@router.get("/sandboxes/{sandbox_id}/files/list", response_model=list[FileInfo])
+async def list_files(node: Node, sandbox_id: Id, path: FilePath) -> Response:
+    """What is in a directory, sorted by name."""
+    return _json(_FILES, await node.list_files(sandbox_id, path))
+
+
+Limit = Annotated[int, Query(ge=1, le=MOST_FOUND, description="how many at most; `more` says whether there are")]
+
+
+@router.get("/sandboxes/{sandbox_id}/files/glob", response_model=FilesFound)
+async def glob_files(
+    request: Request,
+    node: Node,
+    sandbox_id: Id,
+    pattern: Annotated[str, _as_sent("pattern", "absolute; `**` is any number of directories", "/root/**/*.py")],
+    limit: Limit = 10_000,
+) -> Response:
+    """What a pattern names."""
+    found = await _while_heard(request, node.glob_files(sandbox_id, pattern, limit))
+    return _json(_FILES_FOUND, found) if found is not None else Response(status_code=499)  # which nobody reads
+
+
+@router.get("/sandboxes/{sandbox_id}/files/find", response_model=TextFound)
+async def find_text(
+    request: Request,
+    node: Node,
+    sandbox_id: Id,
+    text: Annotated[str, _as_sent("text", "what to look for in lines", "TODO")],
+    path: Annotated[str, _as_sent("path", "a file, or a directory to look through", "/root", "/")],
+    names: Annotated[str, _as_sent("names", "which files below it, as a pattern", "**/*.py", "**")],
+    regex: Annotated[bool, Query(description="`text` is an extended regular expression")] = False,
+    ignore_case: bool = False,
+    limit: Limit = 1000,
+) -> Response:
+    """The lines of files that hold a text."""
+    work = node.find_text(sandbox_id, text, path, names=names, regex=regex, ignore_case=ignore_case, limit=limit)
+    found = await _while_heard(request, work)
+    return _json(_TEXT_FOUND, found) if found is not None else Response(status_code=499)  # which nobody reads
+
+
+@router.put("/sandboxes/{sandbox_id}/files/directory", status_code=204)
+async def make_directory(
+    node: Node,
+    sandbox_id: Id,
+    path: FilePath,
+    mode: Annotated[int, Query(ge=0, le=0o7777, description="as a decimal number")] = 0o755,
+    parents: Annotated[bool, Query(description="the missing ones too; and one that is there is fine")] = True,
+) -> Response:
+    """Make a directory."""
+    await node.make_directory(sandbox_id, path, mode, parents)
+    return Response(status_code=204)
+
+
+@router.post("/sandboxes/{sandbox_id}/files/move", status_code=204)
+async def move_file(
+    node: Node,
+    sandbox_id: Id,
+    path: FilePath,
+    to: Annotated[str, _as_sent("to", "its new path, absolute", "/root/old.txt")],
+    replace: Annotated[bool, Query(description="what is there")] = False,
+) -> Response:
+    """Give a file, link or directory another path."""
+    await node.move_file(sandbox_id, path, to, replace)
+    return Response(status_code=204)
+
+
+@router.get("/sandboxes/{sandbox_id}/files/watch", response_class=StreamingResponse)
+async def watch_files(
+    request: Request,
+    node: Node,
+    sandbox_id: Id,
+    path: FilePath,
+    recursive: Annotated[bool, Query(description="in the directories below it, too")] = False,
+) -> Response:
+    """What happens to a file, or in a directory, until the caller hangs up: a `FileEvent` in JSON on each line, the
+    first of which is `watching`. An error that comes in the middle is the last line."""
+    events = node.watch_files(sandbox_id, path, recursive)
+    first = await anext(events)  # an error is an answer, not a broken stream
+
+    async def body() -> AsyncIterator[bytes]:
+        try:
+            yield to_json(_FILE_EVENT, first) + b"\n"
+            async for event in while_let_in(request, events):
+                yield to_json(_FILE_EVENT, event) + b"\n"
+        except SandlotError as error:
+            yield _last_line(request, error)
+        finally:
+            await events.aclose()  # at once: whoever hung up hears no more
+
+    return StreamingResponse(body(), media_type="application/x-ndjson")
+
+
+@router.get("/sandboxes/{sandbox_id}/tree", response_class=StreamingResponse)
+async def download(request: Request, node: Node, sandbox_id: Id, path: FilePath) -> Response:
+    """What is in a directory, or a single file, as a tar. An answer that breaks off is no whole one."""
+    chunks = node.download(sandbox_id, path)
+    first = await anext(chunks)  # an error is an answer, as long as nothing was said
+
+    async def body() -> AsyncIterator[bytes]:
+        try:
+            yield first
+            async for chunk in while_let_in(request, chunks):
+                yield chunk
+        finally:
+            await chunks.aclose()
+
+    return StreamingResponse(body(), media_type="application/x-tar")
 
 
 @router.put("/sandboxes/{sandbox_id}/tree", status_code=204)
@@ -478,7 +803,7 @@ async def upload(
     sandbox_id: Id,
     path: FilePath,
     request: Request,
-    user: Annotated[int, Query(ge=0, le=65_535, description="whose what is made becomes")] = 0,
+    user: Annotated[int, Query(ge=0, le=MOST_USER, description="whose what is made becomes")] = 0,
 ) -> Response:
     """Unpack the request's body, a tar, below a directory. It may be of any size: it is passed on as it comes."""
     try:
@@ -510,3 +835,8 @@ async def capabilities(node: Node) -> list[Capability]:
 async def ledger(node: Node) -> dict[str, int]:
     """How many creates were begun, how many sandboxes run, how many ended in each way."""
     return await node.counts()
+
+
+# The hot path. Routes are tried in their order, a few microseconds each: what is asked for most comes first.
+_OFTEN = ("/v1/sandboxes/{sandbox_id}/run", "/v1/sandboxes", "/v1/sandboxes/{sandbox_id}/shells/{shell_id}/run")
+router.routes.sort(key=lambda route: getattr(route, "path", "") not in _OFTEN)

@@ -16,6 +16,7 @@ import hashlib
 import io
 import lzma
 import os
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -191,3 +192,11 @@ def test_what_cannot_be_read_is_said(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="deep cannot be read"):
         Context(folder).find(["src"])
     (folder / "src/deep").chmod(0o755)
+
+
+def test_a_context_may_be_as_deep_as_a_path_is_long(tmp_path: Path) -> None:
+    deep = tmp_path / ("d/" * 1200)
+    subprocess.run(["mkdir", "-p", deep], check=True)  # Python's is recursive
+    found = Context(tmp_path).find(["."])
+    subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # pytest's is, too
+    assert len(found.entries) == 1200

@@ -21,7 +21,6 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,21 +28,7 @@ from sandlot.api import SandboxSpec
 from sandlot.cli.commands import COMMANDS
 from sandlot.client import HttpNode
 from sandlot.node.ledger import default_state_dir
-
-COMMAND = [sys.executable, "-c", "from sandlot.cli.main import main; main()"]
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("SANDLOT_")}
-
-
-def sandlot(*words: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**CLEAN, **(env or {})},
-        **options,
-    )
+from tests.support.cli import CLEAN, COMMAND, Server, has_process, sandlot, wait_for
 
 
 def nodes() -> set[str]:
@@ -138,62 +123,24 @@ def test_ctrl_c_ends_the_box() -> None:
     assert nodes() <= before
 
 
-def has_process(words: str) -> bool:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().rstrip(b"\0") == words.encode():
-                return True
-        except OSError:
-            continue  # it ended while we looked
-    return False
-
-
-def wait_for(condition: Any, seconds: float = 20) -> None:
-    import time
-
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-class Server:
-    """A real `sandlot serve`."""
-
-    def __init__(self, *words: str) -> None:
-        self.process = subprocess.Popen(
-            [*COMMAND, "serve", "--port", "0", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=CLEAN,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("listening on http://127.0.0.1:"), line
-        self.url = line.split()[-1]
-
-    def stop(self, number: int) -> tuple[int, str]:
-        self.process.send_signal(number)
-        _, err = self.process.communicate(timeout=30)
-        return self.process.returncode, err
-
-
 @pytest.mark.usefixtures("native")
 def test_serve_ends_its_boxes_and_leaves_nothing(tmp_path: Path) -> None:
-    server = Server("--state-dir", str(tmp_path))
+    server = Server("--state-dir", str(tmp_path), "--drain-seconds", "0")
     assert len(list(tmp_path.glob("node-*"))) == 1
     done = sandlot("run", "--", "sh", "-c", "echo through http; exit 5", env={"SANDLOT_URL": server.url})
     assert (done.returncode, done.stdout) == (5, "through http\n")
     doctor = sandlot("doctor", "--json", "--url", server.url)
     assert doctor.returncode == 0
-    command = [*COMMAND, "run", "--url", server.url, "--", "sleep", "6048"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=CLEAN) as left:
+    command = [*COMMAND, "run", "--url", server.url, "--", "sh", "-c", "echo begun; exec sleep 6048"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=CLEAN) as left:
+        assert left.stdout is not None
+        assert left.stdout.readline() == "begun\n"  # so it is followed: who comes after the stop asks for a minute
         wait_for(lambda: has_process("sleep\x006048"))
         assert server.stop(signal.SIGTERM) == (0, "")
         _, err = left.communicate(timeout=20)
-    assert left.returncode == 1
-    assert err.startswith("error: ")
+    assert left.returncode == 3
+    assert err.startswith("error: sandbox ")
     assert not has_process("sleep\x006048")
     assert list(tmp_path.glob("node-*")) == []
 
@@ -309,3 +256,5 @@ def test_every_command_has_help(command: str) -> None:
     done = sandlot(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage: sandlot" in done.stdout
+    assert f"Example: {COMMANDS[command].example}" in " ".join(done.stdout.split())
+    assert "sandlot " + command in COMMANDS[command].example

@@ -20,6 +20,7 @@ import pytest
 from sandlot.api import Profile
 from sandlot.cli.serve import _warm
 from sandlot.errors import InvalidRequest
+from tests.support import images
 from tests.support.images import Built, Registry
 from tests.support.server import SANDLOT, Server
 
@@ -87,6 +88,11 @@ async def test_images_from_the_command_line(where: list[str], registry: Registry
     assert sandlot("image", "rm", "mine", *where).stderr == "deleted mine\n"
     assert sandlot("image", "list", *where).stderr == "there are none\n"
 
+    layout = images.write_layout(tmp_path / "loud", [images.packed()], {"Labels": {"a": "\x1b]0;me\x07"}})
+    assert sandlot("image", "import", "loud", str(layout.path), *where).returncode == 0
+    told = sandlot("image", "inspect", "loud", *where).stdout
+    assert ("\x1b" in told, "labels      a=\\x1b]0;me\\x07" in told) == (False, True)
+
     for words, status, said in (
         (["image", "pull", "debian"], 2, "`debian:latest`"),
         (["image", "pull", "Debian:12"], 2, "small letters"),
@@ -99,6 +105,17 @@ async def test_images_from_the_command_line(where: list[str], registry: Registry
         assert (done.returncode, done.stdout) == (status, ""), done
         assert done.stderr.startswith("error: ")
         assert said in done.stderr
+
+
+async def test_an_image_that_is_missing_is_pulled_and_how_far_that_is_is_said(
+    where: list[str], registry: Registry, roots: Roots
+) -> None:
+    reference = registry.push(roots["glibc"].path, "cli/missing:1")
+    done = sandlot("run", "--image", reference, *where, "--", "cat", "/srv/one")
+    assert (done.returncode, done.stdout) == (0, "of the image\n"), done.stderr
+    assert [line.split()[0] for line in done.stderr.splitlines()] == [each[7:19] for each in roots["glibc"].layers]
+    again = sandlot("run", "--image", reference, *where, "--", "cat", "/srv/one")
+    assert (again.returncode, again.stderr) == (0, "")
 
 
 def test_on_a_terminal_there_is_a_bar_for_each_layer(

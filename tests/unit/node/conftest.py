@@ -25,7 +25,7 @@ async def sandbox(request: pytest.FixtureRequest, tmp_path: Path, native_reason:
                 yield box
             return
         listener = socket.create_server(("127.0.0.1", 0))
-        served = await asgi.serve(listener, create_app(node))
+        served = await asgi.serve(listener, create_app(node), websockets=True)
         remote = HttpNode(f"http://127.0.0.1:{listener.getsockname()[1]}")
         async with await Sandbox.create(node=remote) as box:
             yield box

@@ -26,11 +26,12 @@ from typing import Any
 
 import pytest
 
-from sandlot.api import Ending, Run, SandboxSpec, Upstream
+from sandlot.api import Ending, Filter, Run, SandboxSpec, Upstream
 from sandlot.drivers.fake import Context, FakeDriver
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, Unsupported
 from sandlot.node.ledger import NodeDirectory
 from sandlot.node.node import Node
+from tests.support.disk import fill, small_disk
 
 
 async def flood(context: Context) -> int:
@@ -301,14 +302,26 @@ async def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
         assert fault.value.hint
         assert (await node.counts())["running"] == 0
 
-    directory = NodeDirectory.claim(tmp_path)
-    os.symlink("/dev/full", directory.path / "ledger.jsonl")
-    driver = FakeDriver()
-    async with Node(driver, directory=directory) as node:
-        with pytest.raises(HostFault, match="No space left"):
-            await node.create(SandboxSpec())
-        assert driver.boxes == {}
-    assert list(tmp_path.iterdir()) == []
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        driver = FakeDriver()
+        async with Node(driver, disk) as node:
+            box = (await node.create(SandboxSpec(key="k"))).id
+            filling = fill(disk)
+            with pytest.raises(HostFault, match="No space left") as fault:
+                await node.create(SandboxSpec())
+            assert fault.value.hint
+            assert list(driver.boxes) == [box]
+            await node.destroy(box)
+            for room in (False, True):
+                if room:
+                    filling.unlink()
+                    await node.create(SandboxSpec())
+                with pytest.raises(SandboxEnded):
+                    await node.run(box, run("true"))
+                with pytest.raises(SandboxEnded):
+                    await node.create(SandboxSpec(key="k"))
+                assert [each.id for each in (await node.page(Filter(states=("ended",)))).sandboxes] == [box]
+        assert list(disk.iterdir()) == []
 
 
 async def test_no_descriptors_left_is_said_and_none_is_lost(node: Node) -> None:

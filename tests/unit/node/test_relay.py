@@ -5,6 +5,8 @@
 3. Both ways are streamed: a byte arrives before the next one is written.
 4. When the box hangs up, the upstream's call is dropped.
 5. An upstream that does not answer is a 502 that says so.
+6. Where strangers are let in, a tenant's route leads to nobody who is neither public nor named by who runs the server:
+   what counts is the address that is connected to. The operator's own, and a server without keys, are as they were.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ from typing import Any
 import pytest
 
 from sandlot import asgi
-from sandlot.api import SandboxSpec, Upstream
+from sandlot.api import Quota, SandboxSpec, Upstream
+from sandlot.client import HttpNode
 from sandlot.drivers.fake import FakeBox, FakeDriver
+from sandlot.errors import Forbidden
 from sandlot.node.node import Node
+from sandlot.server.keys import Keys, Scope
+from tests.support.server import Server
 
 PORT = 8484
 
@@ -179,3 +185,85 @@ async def test_an_upstream_that_is_not_there_is_a_502(tmp_path: Path) -> None:
         )
     assert head.startswith(b"HTTP/1.1 502 ")
     assert "did not answer" in json.loads(body)["error"]["message"]
+
+
+GET = b"GET /echo HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+
+
+async def test_a_tenant_s_route_leads_to_nobody_who_is_not_public(tmp_path: Path, model: tuple[Model, str]) -> None:
+    port = model[1].split(":")[-1].split("/")[0]
+    named: list[str] | None = []
+    driver = FakeDriver()
+    async with Node(driver, tmp_path, reachable=lambda: named) as node:
+        theirs = (await node.create(SandboxSpec(tenant="acme"))).id
+        for host in (
+            "127.0.0.1",
+            "localhost",
+            "[::1]",
+            "169.254.169.254",
+            "0.0.0.0",
+            "2130706433",
+            "[::ffff:10.0.0.1]",
+        ):
+            with pytest.raises(Forbidden, match="not public") as refused:
+                await node.route(theirs, PORT, Upstream(url=f"http://{host}:{port}/base"))
+            assert f"--allow-route {host}:{port}`" in str(refused.value.hint)
+        own = (await node.create(SandboxSpec())).id
+        await node.route(own, PORT, Upstream(url=model[1]))
+        assert (await ask(driver.boxes[own], GET))[0].startswith(b"HTTP/1.1 429 ")  # the control
+        named = [f"127.0.0.1:{port}"]
+        await node.route(theirs, PORT, Upstream(url=model[1]))
+        assert (await ask(driver.boxes[theirs], GET))[0].startswith(b"HTTP/1.1 429 ")
+        named = ["127.0.0.1:1"]  # the same host, and another port
+        with pytest.raises(Forbidden):
+            await node.route(theirs, PORT + 1, Upstream(url=model[1]))
+
+
+async def test_a_name_that_means_another_address_later_gains_nothing(
+    tmp_path: Path, model: tuple[Model, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = model[1].split(":")[-1].split("/")[0]
+    loop, asked = asyncio.get_running_loop(), list[str]()
+    real = loop.getaddrinfo
+
+    async def getaddrinfo(host: Any, *words: Any, **more: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else host
+        if name != "turns.example":
+            return await real(host, *words, **more)
+        asked.append(name)  # public when it is looked at, this machine from then on
+        return await real("1.1.1.1" if len(asked) == 1 else "127.0.0.1", *words, **more)
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    driver = FakeDriver()
+    async with Node(driver, tmp_path, reachable=list) as node:
+        theirs = (await node.create(SandboxSpec(tenant="acme"))).id
+        await node.route(theirs, PORT, Upstream(url=f"http://turns.example:{port}/base"))
+        head, body = await ask(driver.boxes[theirs], GET)
+    assert asked
+    assert head.startswith(b"HTTP/1.1 403 ")
+    assert "127.0.0.1" in json.loads(body)["error"]["message"]
+
+
+async def test_who_runs_a_server_says_where_tenants_routes_may_lead(
+    tmp_path: Path, model: tuple[Model, str], native_reason: str | None
+) -> None:
+    if native_reason:
+        pytest.skip(native_reason)
+    address = model[1].split("/")[2]
+    for words, status in (((), 403), (("--allow-route", address), 200)):
+        state = tmp_path / str(status)
+        state.mkdir(mode=0o700)
+        async with Server(state, *words) as server:
+            nobody = server.node()
+            free = (await nobody.create(SandboxSpec())).id
+            await nobody.route(free, PORT, Upstream(url=model[1]))  # there are no keys yet
+            await nobody.close()
+            key = Keys(state / "keys.json").create("acme", Scope.RUN, Quota(), None)[1]
+            acme = HttpNode(server.url, key)
+            theirs = (await acme.create(SandboxSpec())).id
+            if status == 403:
+                with pytest.raises(Forbidden, match="not public"):
+                    await acme.route(theirs, PORT, Upstream(url=model[1]))
+            else:
+                await acme.route(theirs, PORT, Upstream(url=model[1]))
+            await acme.close()

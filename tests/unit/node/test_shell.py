@@ -124,7 +124,17 @@ CASES: dict[str, tuple[list[str], str, int]] = {
     "a program that reads standard input": (["cat", "echo next"], "next\n", 0),
     "read": (['read line; echo "[$line]"'], "[]\n", 0),
     "a program that reads the rest of the text": (["sh; echo on"], "on\n", 0),
+    "a forged status that is no number": (
+        ["printf 'start \\302\\262 x /\\0start %05000d x /\\0' 1 >/dev/shm/.sandlot-*/status", "echo next"],
+        "next\n",
+        0,
+    ),
     "forged words": (["printf 'start 0  /\\0deadbeef 0  /\\0' >/dev/shm/.sandlot-*/status", "echo next"], "next\n", 0),
+    "the rest of a line that an interrupt cut": (
+        ["echo '0.out 2>/dev/null || exit 125' >/dev/shm/.sandlot-*/control; true", "echo next"],
+        "next\n",
+        0,
+    ),
     "a forged line for the loop": (["echo 'echo no' >/dev/shm/.sandlot-*/control; true", "echo next"], "next\n", 0),
     "a prompt in the output": (["printf '$ \\n# \\nroot@sandlot:~# '"], "$ \n# \nroot@sandlot:~# ", 0),
     "control characters": (["printf '\\001\\003\\004\\032\\033[2J'"], "\x01\x03\x04\x1a\x1b[2J", 0),
@@ -154,6 +164,62 @@ CASES: dict[str, tuple[list[str], str, int]] = {
     "process substitution": (["cat <(echo a) <(echo b)"], "a\nb\n", 0),
     "source": (["echo 'v=7; return 4' >/tmp/s; . /tmp/s; echo $? $v"], "4 7\n", 0),
     "its own functions hidden": (["printf() { :; }; builtin printf ok"], "ok", 0),
+    "functions in the loop's way": (
+        ["exec() { echo no; }; .() { :; }; set() { :; }; eval() { :; }", "echo next"],
+        "next\n",
+        0,
+    ),
+    "functions that read and write": (["read() { :; }; printf() { :; }; cd() { :; }", "echo next"], "next\n", 0),
+    "an alias is the text's own": (["alias exec=false .=false builtin=false", "unalias -a; echo next"], "next\n", 0),
+    "no prompt command": (["unset PROMPT_COMMAND", "echo next"], "next\n", 0),
+    "many prompt commands": (["unset PROMPT_COMMAND; PROMPT_COMMAND=(a b)", "echo next"], "next\n", 0),
+    "PS0": (["PS0='$(echo no)'", "echo next"], "next\n", 0),
+    "a trap at the end": (["trap 'echo bye' EXIT", "echo next"], "next\n", 0),
+    "a trap for children": (["trap 'x=1' CHLD; sleep 0.1", "echo next"], "next\n", 0),
+    "every option of set": (
+        [
+            "for o in allexport errtrace functrace hashall histexpand history ignoreeof interactive-comments keyword "
+            "monitor notify physical pipefail vi emacs; do set -o $o; done",
+            "echo next",
+        ],
+        "next\n",
+        0,
+    ),
+    "every option of shopt": (
+        ["for o in $(shopt | cut -f1); do shopt -s $o; done 2>/dev/null", "echo next"],
+        "next\n",
+        0,
+    ),
+    "no option of shopt": (["for o in $(shopt | cut -f1); do shopt -u $o; done 2>/dev/null", "echo next"], "next\n", 0),
+    "noclobber": (["set -o noclobber", "echo next"], "next\n", 0),
+    "a limit on files": (["ulimit -f 0", "echo next"], "next\n", 0),
+    "a limit on processes": (["ulimit -u 1", "echo next"], "next\n", 0),
+    "PWD": (["PWD=/fake", "echo next"], "next\n", 0),
+    "no PWD": (["unset PWD OLDPWD", "echo next"], "next\n", 0),
+    "a directory with a line break": (["mkdir -p $'/tmp/a\\nb'; cd $'/tmp/a\\nb'", "pwd"], "/tmp/a\nb\n", 0),
+    "no PATH": (["unset PATH", "echo next"], "next\n", 0),
+    "LC_ALL": (["LC_ALL=C.UTF-8; LANG=none", "echo next"], "next\n", 0),
+    "TMOUT": (["TMOUT=1; sleep 1.2", "echo next"], "next\n", 0),
+    "descriptors of its own": (
+        ["exec 3>/tmp/three; echo kept >&3", "echo more >&3; cat /tmp/three"],
+        "kept\nmore\n",
+        0,
+    ),
+    "the loop's directory closed": (["chmod 0 /dev/shm/.sandlot-*", "echo next"], "next\n", 0),
+    "it stops itself": (["(sleep 0.3; kill -CONT $$) & kill -STOP $$; echo on"], "on\n", 0),
+    "SIGTSTP sent to itself": (["kill -TSTP $$; echo on"], "on\n", 0),
+    "SIGQUIT sent to itself": (["kill -QUIT $$; echo on"], "on\n", 0),
+    "a function that calls itself": (["FUNCNEST=50; f() { f; }; f 2>/dev/null", "echo next"], "next\n", 0),
+    "twenty thousand variables": (["for i in {1..20000}; do declare v$i=$i; done", "echo $v20000"], "20000\n", 0),
+    "an environment of megabytes": (
+        ["export BIG=$(head -c 3000000 /dev/zero | tr '\\0' x)", "echo ${#BIG}"],
+        "3000000\n",
+        0,
+    ),
+    "a coprocess that dies": (["coproc { exit 3; }; sleep 0.1", "echo next"], "next\n", 0),
+    "a heredoc of megabytes": (["cat <<EOF | wc -c\n" + "x" * 3_000_000 + "\nEOF"], "3000001\n", 0),
+    "select": (["select x in a b; do echo no; done 2>/dev/null", "echo next"], "next\n", 0),
+    "a carriage return": (["echo a\r"], "a\r\n", 0),
 }
 
 
@@ -213,6 +279,12 @@ async def test_a_shell_that_nothing_stops_is_ended_and_says_so(shell: Shell) -> 
         await run(shell, "echo")
 
 
+async def test_what_starts_one_program_after_another_is_ended_in_seconds(shell: Shell) -> None:
+    late = await run(shell, "trap '' INT; echo before; while :; do sleep 600; done", timeout=0.5)
+    assert (late.timed_out, late.ended, late.stdout) == (True, True, "before\n")
+    assert late.seconds < 8
+
+
 async def test_an_interrupt_at_any_moment_leaves_the_shell_in_step(shell: Shell) -> None:
     for number in range(40):
         running = asyncio.create_task(run(shell, "for i in 1 2 3 4 5 6 7 8; do sleep 0.002; done"))
@@ -222,6 +294,15 @@ async def test_an_interrupt_at_any_moment_leaves_the_shell_in_step(shell: Shell)
         assert result.exit_code in (0, 130)
         assert (await run(shell, f"echo {number}")).stdout == f"{number}\n"
     assert not await shell.interrupt()  # nothing runs
+
+
+async def test_an_interrupt_that_comes_too_late_is_not_the_next_text_s(shell: Shell) -> None:
+    for number in range(250):
+        running = asyncio.create_task(run(shell, "sleep 0.002"))
+        await asyncio.sleep(number % 50 * 0.0001)
+        await shell.interrupt()
+        await running
+        assert (await run(shell, f"echo {number}")).stdout == f"{number}\n"
 
 
 async def test_a_caller_that_goes_away_leaves_the_shell_usable(shell: Shell) -> None:
@@ -243,13 +324,33 @@ async def test_a_busy_shell_says_so_or_queues(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code"), [("exit 3", 3), ("exec sh -c 'exit 4'", 4), ("kill -9 $$", 137), ("set -e; exec false", 1)]
+    ("text", "code"),
+    [
+        ("exit 3", 3),
+        ("f() { exit 5; }; f", 5),
+        ("trap 'exit 6' EXIT; exit 2", 6),
+        ("exec sh -c 'exit 4'", 4),
+        ("set -e; exec false", 1),
+        ("exec no-such-program 2>/dev/null; echo no", 127),
+        ("kill -9 $$", 137),
+        ("kill -HUP $$", 129),
+        ("rm -r /dev/shm/.sandlot-*", 125),  # which is where it is told what to do
+        ("set -r", 125),  # after which it may not open what it needs to
+    ],
 )
 async def test_what_ends_the_shell_is_told_with_its_status(shell: Shell, text: str, code: int) -> None:
     result = await run(shell, f"echo bye; {text}")
     assert (result.ended, result.exit_code, result.stdout) == (True, code, "bye\n")
-    with pytest.raises(Conflict, match="has ended"):
+    assert result.signal == (code - 128 if code > 128 else None)
+    assert (shell.info().ended, shell.info().exit_code) == (True, code)
+    with pytest.raises(Conflict, match=f"has ended, with exit code {code}"):
         await run(shell, "echo")
+
+
+async def test_a_shell_that_cannot_open_its_files_runs_nothing(shell: Shell) -> None:
+    await run(shell, "ulimit -n 5")
+    result = await run(shell, "touch /tmp/run")
+    assert (result.ended, result.exit_code) == (True, 125)
 
 
 async def test_what_a_background_job_writes_is_its_own_commands(shell: Shell) -> None:
@@ -257,26 +358,31 @@ async def test_what_a_background_job_writes_is_its_own_commands(shell: Shell) ->
     assert first.stdout == "now\n"
     second = await run(shell, "sleep 0.6; echo second")
     assert second.stdout == "second\n" and "late" not in second.stderr.splitlines()
-    found = shell.background(first.id)
-    assert found is not None and found[0].text == "now\nlate\n" and found[1].text.endswith("late\n")
+    found = shell.output(first.id)
+    assert found is not None and found.out.text == "now\nlate\n" and found.err.text.endswith("late\n")
 
 
 async def test_an_endless_writer_in_the_background_holds_nobody_up(shell: Shell) -> None:
     first = await run(shell, "yes & echo now")
     for number in range(5000):
         assert (await run(shell, f"echo {number}")).stdout == f"{number}\n"
-        found = shell.background(first.id)
-        if number > 20 and found and found[0].total > 2 * CAP:
+        found = shell.output(first.id)
+        if number > 20 and found and found.out.total > 2 * CAP:
             break
-    assert found is not None and found[0].total > 2 * CAP and len(found[0].data) == CAP
+    assert found is not None and found.out.total > 2 * CAP and len(found.out.data) == CAP
     await run(shell, "kill %1")
 
 
 async def test_many_shells_of_a_box_do_not_meet(box: Box) -> None:
-    shells = [await Shell.open(box, ENV, "/root") for _ in range(40)]
+    shells = [await Shell.open(box, ENV, "/root") for _ in range(200)]
+    assert not any(shell.lacks for shell in shells)
     await asyncio.gather(*(run(shell, f"n={number}; cd /tmp") for number, shell in enumerate(shells)))
     results = await asyncio.gather(*(run(shell, "echo $n $(pwd)") for shell in shells))
-    assert [result.stdout for result in results] == [f"{number} /tmp\n" for number in range(40)]
+    assert [result.stdout for result in results] == [f"{number} /tmp\n" for number in range(200)]
+    running = asyncio.create_task(run(shells[-1], "sleep 600"))
+    await asyncio.sleep(0.5)
+    assert await shells[-1].interrupt()
+    assert ((await running).exit_code, (await running).ended) == (130, False)
     await asyncio.gather(*(shell.close() for shell in shells))
 
 
@@ -332,6 +438,100 @@ async def test_a_sandbox_has_shells(sandbox: Sandbox) -> None:
     assert await sandbox._node.shells(sandbox.id) == []
     with pytest.raises(NotFound, match=f"no shell {shell.id}"):
         await shell.run("true")
+
+
+async def test_an_ended_shell_is_put_anew_only_where_that_is_asked(sandbox: Sandbox) -> None:
+    async with await sandbox.shell(cwd="/usr", env={"X": "given"}) as shell:
+        assert not (await shell.run("cd /tmp; y=set", restart=True)).restarted  # it has not ended
+        assert (await shell.run("exit 3")).ended
+        with pytest.raises(Conflict, match="exit code 3"):
+            await shell.run("true")
+        asked = [
+            shell.run(f"echo $X $PWD $y; n=$((n+1)); echo $n {number}", restart=True, queue=True) for number in range(5)
+        ]
+        results = await asyncio.gather(*asked)
+        assert sorted(result.stdout.split()[2] for result in results) == ["1", "2", "3", "4", "5"]  # one shell for all
+        assert all(result.stdout.startswith("given /usr\n") for result in results)
+        assert any(result.restarted for result in results)
+        assert len(await sandbox._node.shells(sandbox.id)) == 1
+        first, second = shell.run("exit 4"), shell.run("echo after", restart=True, queue=True)
+        assert [result.exit_code for result in await asyncio.gather(first, second)] == [4, 0]
+
+
+async def test_a_text_with_a_key_is_run_once(sandbox: Sandbox) -> None:
+    async with await sandbox.shell() as shell:
+        text = "n=$((n+1)); sleep 0.2; echo $n"
+        asked = [shell.run(text, key="a") for _ in range(3)]
+        assert {result.stdout for result in await asyncio.gather(*asked)} == {"1\n"}
+        assert (await shell.run(text, key="b")).stdout == "2\n"
+        assert (await shell.run(text, key="a")).stdout == "1\n"
+        with pytest.raises(Conflict, match="another text"):
+            await shell.run("echo other", key="a")
+        running = asyncio.create_task(shell.run("sleep 0.5; echo on", key="c"))
+        await until_busy(sandbox)
+        with pytest.raises(Conflict, match="busy"):
+            await shell.run("true", key="d")
+        running.cancel()  # its caller goes away, and it goes on
+        await asyncio.wait((running,))
+        assert (await shell.run("sleep 0.5; echo on", key="c")).stdout == "on\n"
+        assert (await shell.run("echo d", key="d")).stdout == "d\n"  # it was refused before, not run
+
+
+async def test_a_text_with_a_key_is_run_once_though_the_shell_was_put_anew_meanwhile(sandbox: Sandbox) -> None:
+    async with await sandbox.shell() as shell:
+        text = "echo run >>/tmp/log; exit 3"
+        assert (await shell.run(text, key="k")).exit_code == 3
+        for _ in range(2):
+            assert (await shell.run("echo other; exit 1", restart=True)).restarted
+            assert (await shell.run(text, key="k", restart=True)).exit_code == 3
+        with pytest.raises(Conflict, match="another text"):
+            await shell.run("echo other", key="k", restart=True)
+    assert (await sandbox.run("cat /tmp/log")).stdout == "run\n"
+
+
+async def test_closed_shells_leave_nothing_in_the_sandboxs_memory(tmp_path: Path, native_reason: str | None) -> None:
+    if native_reason:
+        pytest.skip(native_reason)
+    text = "#" + "x" * (4 << 20) + "\necho ok"
+    async with local_node(tmp_path) as node, await Sandbox.create(node=node, limits={"memory": "128M"}) as box:
+        for _ in range(20):
+            shell = await box.shell()
+            assert (await shell.run(text, stdin=b"y" * (4 << 20))).stdout == "ok\n"
+            assert (await shell.run("exit 1")).ended
+            assert (await shell.run(text, restart=True)).stdout == "ok\n"
+            await shell.close()
+        for _ in range(100):  # what was put anew is closed in the background
+            left = (await box.run("ls -A /dev/shm")).stdout
+            if not left:
+                break
+            await asyncio.sleep(0.05)
+        assert left == ""
+
+
+async def test_what_a_running_text_has_written_can_be_seen(sandbox: Sandbox) -> None:
+    async with await sandbox.shell() as shell:
+        running = asyncio.create_task(shell.run("echo begun; sleep 600"))
+        await until_busy(sandbox)
+        (info,) = await sandbox._node.shells(sandbox.id)
+        assert info.running is not None
+        for _ in range(200):
+            found = await shell.output(info.running)
+            if found.out.text:
+                break
+            await asyncio.sleep(0.02)
+        assert (found.out.text, found.exit_code) == ("begun\n", None)
+        await shell.interrupt()
+        assert (await running).id == info.running
+
+
+async def test_what_is_called_bash_and_is_none_is_passed_by(sandbox: Sandbox) -> None:
+    await sandbox.run("mkdir -p /a/bash /b /c; echo text >/b/bash; ln -s bash /c/bash")
+    path = f"/{'x' * 300}:/a:/b:/c:/usr/bin:/bin"
+    async with await sandbox.shell(env={"PATH": path}) as shell:
+        assert (shell.lacks, (await shell.run("echo ${BASH##*/}")).stdout) == ((), "bash\n")
+    async with await sandbox.terminal(env={"PATH": path}) as terminal:
+        await terminal.write("exit 5\n")
+        assert await terminal.wait() == 5
 
 
 async def test_words_that_are_no_text_are_refused(sandbox: Sandbox) -> None:

@@ -17,8 +17,7 @@ import asyncio
 import json
 import os
 import signal
-import sys
-import textwrap
+import sqlite3
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,14 +25,17 @@ from typing import Any
 
 import pytest
 
-from sandlot.api import Ending, ImageConfig, Limits, Message, Run, RunResult, SandboxSpec, Scope, Warm
+from sandlot.api import Ending, Filter, ImageConfig, Info, Limits, Message, Run, RunResult, SandboxSpec, Scope, Warm
 from sandlot.drivers.base import Box, Hold, Keeping
 from sandlot.drivers.fake import FakeDriver
 from sandlot.drivers.native.box import NativeBox
+from sandlot.drivers.native.driver import NativeDriver
 from sandlot.drivers.native.keep import records
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, SandboxEnded, Unsupported
+from sandlot.node import creates, keyed
 from sandlot.node.live import About
 from sandlot.node.node import Node, local_node
+from tests.support.killed import killed
 from tests.support.native import PYTHON
 
 
@@ -561,48 +563,6 @@ async def test_a_create_that_is_refused_costs_one_warm_box(warm: Node, monkeypat
 
 # -- a node that is killed ----------------------------------------------------------------------------------------
 
-KILLED = """
-import asyncio, errno, json, os, signal, sys
-from pathlib import Path
-from sandlot.api import Limits, Run, SandboxSpec, Upstream
-from sandlot.drivers.native.box import NativeBox
-from sandlot.drivers.native.keep import Record
-from sandlot.errors import HostFault, Unsupported
-from sandlot.node import node as module
-from sandlot.node.node import Node, local_node
-
-def die(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def sh(text, **more):
-    return Run(argv=("sh", "-c", text), **more)
-
-def say(*words):
-    print(*words, flush=True)
-
-async def main():
-    BEFORE
-    async with local_node(Path(sys.argv[1]), name="test", orphan_grace=float(sys.argv[2])) as node:
-        await what(node)
-        die()
-
-async def what(node):
-"""
-
-
-async def killed(state: Path, text: str, grace: float = 60, before: str = "pass") -> list[str]:
-    """Run a node that does what `text` says, with `node`, and is killed then at the latest: the words it said."""
-    program = (
-        KILLED.replace("BEFORE", before) + textwrap.indent(textwrap.dedent(text), "    ") + "\nasyncio.run(main())\n"
-    )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, str(state), str(grace), stdout=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(60):
-        said, _ = await process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    return said.decode().splitlines()
-
 
 @pytest.fixture
 def state(tmp_path: Path, native_reason: str | None) -> Path:
@@ -644,6 +604,39 @@ async def test_the_result_of_a_run_with_a_key_is_the_same_when_another_node_tell
         await node.destroy(said[0])
 
 
+async def test_how_a_run_minds_its_followers_outlives_its_node(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = await killed(
+        state,
+        """
+        box = (await node.create(SandboxSpec())).id
+        counting = sh("seq 1 3000000", key="counting", lossless=True, output_cap=1 << 19)
+        await node.launch(box, counting)
+        await node.launch(box, sh("sleep 600", key="alone", kill_on_disconnect=True))
+        await node.launch(box, sh("sleep 600", key="other", kill_on_disconnect=True))
+        total = 0
+        async for chunk in node.follow(box, "counting"):
+            total += len(chunk.data)
+            if total > 1_000_000:
+                break
+        say(box, total)
+        """,
+    )
+    box, total = said[0].split()[0], int(said[0].split()[1])
+    monkeypatch.setattr(keyed, "FIRST_SECONDS", 1.0)
+    async with next_node(state) as node:
+        waiting = asyncio.create_task(node.wait(box, "other"))
+        await asyncio.sleep(2)  # in which it would write many times the cap
+        running = {info.id: info.running for info in await node.commands(box)}
+        assert running == {"counting": True, "alone": False, "other": True}
+        async for chunk in node.follow(box, "counting", out=total):
+            assert (chunk.offset, chunk.lost) == (total, 0)
+            total += len(chunk.data)
+        assert total == sum(len(f"{number}\n") for number in range(1, 3_000_001))
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        assert (await node.wait(box, "other")).signal == 9
+
+
 async def test_a_run_that_times_out_says_so_when_its_node_is_killed_at_that_moment(state: Path) -> None:
     (box,) = await killed(
         state,
@@ -674,11 +667,86 @@ async def test_a_sandbox_that_ended_is_told_of_with_all_that_was_known(state: Pa
     )
     async with next_node(state) as node:
         told = await node.info(json.loads(said[0])["id"])
-    assert told.model_dump(exclude={"ended_at", "created_at"}) == {
-        name: tuple(value) if name == "losses" else value
-        for name, value in json.loads(said[0]).items()
-        if name not in ("ended_at", "created_at")
-    }
+    assert told == Info.model_validate_json(said[0])
+
+
+async def test_a_damaged_ledger_costs_no_sandbox(
+    state: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(creates, "AWAY_SECONDS", 0.3)
+    text = """
+    await node.destroy((await node.create(SandboxSpec())).id)
+    say((await node.create(SandboxSpec(key="k"))).id)
+    """
+    (box,) = await killed(state, text)
+    for path in state.glob("node-*/ledger*"):
+        path.write_bytes(b"?" * path.stat().st_size)
+    async with next_node(state) as node:
+        assert "is damaged" in caplog.text
+        assert (await node.create(SandboxSpec(key="k"))).id == box
+        await asyncio.sleep(0.6)  # whether somebody was told of it is not known: it stays
+        assert (await node.info(box)).state == "running"
+        counts = await node.counts()
+        assert (counts["created"], counts["running"]) == (1, 1)
+
+
+@pytest.mark.parametrize("trouble", ["locked", "a directory", "of another version"])
+async def test_a_ledger_that_cannot_be_opened_costs_no_sandbox(trouble: str, state: Path) -> None:
+    (box,) = await killed(state, 'say((await node.create(SandboxSpec(key="k"))).id)')
+    (ledger,) = state.glob("node-*/ledger.db")
+    if trouble == "locked":
+        other = sqlite3.connect(ledger, isolation_level=None)
+        other.execute("BEGIN")
+        other.execute("SELECT * FROM sandboxes").fetchall()
+        with pytest.raises(HostFault, match="locked"):
+            await next_node(state).start()
+        other.close()
+    else:
+        for path in ledger.parent.glob("ledger.db*"):
+            path.unlink()
+        if trouble == "a directory":
+            ledger.mkdir()
+            with pytest.raises(HostFault, match="open"):
+                await next_node(state).start()
+            ledger.rmdir()
+        else:
+            other = sqlite3.connect(ledger)
+            other.execute("CREATE TABLE sandboxes (id TEXT PRIMARY KEY)")
+            other.close()
+    async with next_node(state) as node:
+        assert (await node.run(box, sh("echo hi"))).stdout == "hi\n"
+        await node.destroy(box)
+
+
+async def test_a_start_that_is_cut_short_ends_no_sandbox_that_it_has_not_adopted(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (box,) = await killed(state, "say((await node.create(SandboxSpec())).id)")
+
+    async def told_to_stop(_: object) -> None:
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeDriver, "adopt", told_to_stop)
+        with pytest.raises(asyncio.CancelledError):
+            await next_node(state).start()
+    async with next_node(state) as node:
+        assert (await node.run(box, sh("echo hi"))).stdout == "hi\n"
+        await node.destroy(box)
+    assert list(state.glob("node-*")) == []
+
+
+async def test_a_sandbox_whose_directory_is_not_utf_8_holds_nobody_up(node: Node, tmp_path: Path) -> None:
+    image = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    Path(image).mkdir()
+    box = await node.create(SandboxSpec())
+    await node.reset(box.id, image)
+    waiting = asyncio.ensure_future(node.wait_ended(box.id))
+    await asyncio.sleep(0)
+    await node.destroy(box.id)
+    assert (await asyncio.wait_for(waiting, 5)).image == image
+    assert [each.id for each in (await node.page(Filter(states=("ended",), image=image))).sandboxes] == [box.id]
+    await node.destroy((await node.create(SandboxSpec())).id)
 
 
 async def test_a_sandbox_that_died_with_its_node_ended_as_orphaned(state: Path) -> None:
@@ -705,7 +773,7 @@ async def test_how_a_server_s_sandboxes_ended_is_known_when_others_start_meanwhi
         assert (await node.info(orphaned)).ending == "orphaned"
     await killed(state, text, grace=0)
     (directory,) = state.glob("node-*")
-    for path in (directory, directory / "ledger.jsonl"):
+    for path in (directory, *directory.glob("ledger*")):
         os.utime(path, (time.time() - 4000,) * 2)
     async with local_node(state):  # finds what is to be removed, and that is when the hour begins
         assert directory.exists() or not node.driver.facts.controllers  # type: ignore[attr-defined]
@@ -729,6 +797,23 @@ async def test_a_sandbox_that_died_without_a_node_is_told_of_until_that_is_writt
         assert (await node.info(said[0])).ending == "helper_died"
         assert node._directory is not None
         assert records(node._directory.path / "boxes") == []
+
+
+@pytest.mark.parametrize("dead", [False, True])
+async def test_half_a_box_of_a_killed_node_is_nobody_s_sandbox(state: Path, dead: bool) -> None:
+    end = "os.kill(box._pid, signal.SIGKILL)" if dead else "None"
+    (half,) = await killed(
+        state,
+        'await node.create(SandboxSpec(key="k"))',
+        before=f"NativeBox.lose = lambda box, _: (say(box.id), {end}, die())",
+    )
+    async with next_node(state) as node:
+        assert (await node.info(half)).ending == "orphaned"
+        whole = await node.create(SandboxSpec(key="k"))
+        assert whole.id != half
+        assert whole.losses == (await node.create(SandboxSpec())).losses
+        assert node._directory is not None
+        assert {each.key for each in records(node._directory.path / "boxes")} == set(node._live)
 
 
 async def test_a_sandbox_that_was_resumed_on_a_full_disk_is_not_paused_again(state: Path) -> None:
@@ -789,14 +874,16 @@ async def test_a_limit_is_what_was_asked_for_after_a_node_was_killed_inside_a_co
     async with next_node(state) as node:
         found = node._live[box].box
         assert isinstance(found, NativeBox)
-        files = [path / "pids.max" for path in found.group.directories if (path / "pids.max").exists()]
+        files = [Path(path, "pids.max") for path in found.group.directories if Path(path, "pids.max").exists()]
         assert {file.read_text() for file in files} <= {"40\n"}
         assert files or "pids" not in node.driver.facts.controllers  # type: ignore[attr-defined]
 
 
 def test_what_is_noted_of_a_run_fits_whatever_its_words_are() -> None:
     for word in ("a", "\\", "\x01", "😀", "\udcff"):
-        about = About("\\" * 100, "f" * 16, word * 4000, word * 4000, 1e9 / 3, 1.7976931348623157e308, 1 << 40)
+        about = About(
+            "\\" * 100, "f" * 16, word * 4000, word * 4000, 1e9 / 3, 1.7976931348623157e308, 1 << 40, True, True
+        )
         note = about.write()
         Hold((), note)
         read = About.read(note)

@@ -1,6 +1,6 @@
 """Promises of the HTTP API, spoken to as any program would:
 
-1. Every error is {"error": {"code", "message", "hint"}} with a fitting status: wrong words are 400 and named.
+1. Every error is {"error": {"code", "message", "hint", "request_id"}} with a fitting status; wrong words are named.
 2. With a key nothing but /healthz answers without it; without one only programs of this machine get in, no web page.
 3. A body over the limit is refused, with a length or without.
 4. The routes of the first version exist and are in the OpenAPI document.
@@ -50,8 +50,9 @@ async def http(node: Node) -> AsyncIterator[httpx2.AsyncClient]:
 def fault(answer: httpx2.Response, status: int, code: str) -> str:
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
-    assert set(error) == {"code", "message", "hint"}
+    assert set(error) == {"code", "message", "hint", "request_id"}
     assert error["code"] == code
+    assert error["request_id"] == answer.headers["x-request-id"]
     return str(error["message"])
 
 
@@ -97,7 +98,11 @@ async def test_wrong_words_are_named(http: httpx2.AsyncClient) -> None:
     assert "stdin" in fault(await http.post(f"{box}/run", json={"argv": ["cat"], "stdin": "%"}), 400, "invalid")
     assert "path" in fault(await http.get(f"{box}/files"), 400, "invalid")
     assert "port" in fault(await http.post(f"{box}/routes/70000", json={"url": "http://x"}), 400, "invalid")
-    assert "url" in fault(await http.post(f"{box}/routes/80", json={"url": "file:///etc"}), 400, "invalid")
+    for url in ("file:///etc", "http://", "http://\x87", "http://[::1", "http://x:99999"):
+        assert "url" in fault(await http.post(f"{box}/routes/80", json={"url": url}), 400, "invalid")
+    for headers in ({"a b": "c"}, {"": "c"}, {"a": "b\r\nc: d"}, {"a": "\u20ac"}, {"a": "\0"}):
+        wrong = {"url": "http://127.0.0.1:9", "headers": headers}
+        assert "headers" in fault(await http.post(f"{box}/routes/80", json=wrong), 400, "invalid")
     assert "ending" in fault(await http.delete(box, params={"ending": "boredom"}), 400, "invalid")
     assert "JSON" in fault(await http.post("/v1/sandboxes", content=b"{", headers=json_type), 400, "invalid")
     fault(await http.post("/v1/sandboxes", content=b"\xff\xfe", headers=json_type), 400, "invalid")
@@ -126,7 +131,13 @@ async def test_with_a_key_nothing_answers_without_it(node: Node) -> None:
 
 
 async def test_without_a_key_no_web_page_gets_in(http: httpx2.AsyncClient) -> None:
-    for headers in ({"host": "evil.example"}, {"host": ""}, {"origin": "https://evil.example"}, {"origin": "null"}):
+    for headers in (
+        {"host": "evil.example"},
+        {"host": ""},
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"host": "["},
+    ):
         fault(await http.post("/v1/sandboxes", json={}, headers=headers), 401, "unauthorized")
     for headers in ({"host": "localhost:1"}, {"host": "[::1]:80"}, {"origin": "http://127.0.0.1:3000"}):
         assert (await http.post("/v1/sandboxes", json={}, headers=headers)).status_code == 201
@@ -138,18 +149,21 @@ async def test_a_body_over_the_limit_is_refused(http: httpx2.AsyncClient) -> Non
             yield b"x" * (1 << 20)
 
     box = f"/v1/sandboxes/{(await http.post('/v1/sandboxes', json={})).json()['id']}"
-    path = {"path": "/root/f"}
+    stdin = f"{box}/commands/none/stdin"
     reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
-    writer.write(f"PUT {box}/files?path=/x HTTP/1.1\r\nhost: localhost\r\n".encode())
+    writer.write(f"POST {stdin} HTTP/1.1\r\nhost: localhost\r\n".encode())
     writer.write(b"content-length: %d\r\n\r\n" % (MOST_BODY_BYTES + 1))  # and nothing of it is awaited
     answer = await asyncio.wait_for(reader.read(), 10)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"larger" in answer
     writer.close()
     over = (MOST_BODY_BYTES >> 20) + 1
-    assert "larger" in fault(await http.put(f"{box}/files", params=path, content=chunks(over)), 400, "invalid")
-    assert (await http.put(f"{box}/files", params=path, content=chunks(64))).status_code == 204
-    assert len((await http.get(f"{box}/files", params=path)).content) == 64 << 20
+    assert "larger" in fault(await http.post(stdin, content=chunks(over)), 400, "invalid")
+    as_json = {"content-type": "application/json"}
+    assert "larger" in fault(await http.post("/v1/sandboxes", content=chunks(over), headers=as_json), 400, "invalid")
+    path = {"path": "/root/f"}  # files have none
+    assert (await http.put(f"{box}/files", params=path, content=chunks(over))).status_code == 204
+    assert len((await http.get(f"{box}/files", params=path)).content) == over << 20
 
 
 async def test_the_document_names_every_route(http: httpx2.AsyncClient) -> None:
@@ -158,7 +172,9 @@ async def test_the_document_names_every_route(http: httpx2.AsyncClient) -> None:
     assert routes == {
         "POST /v1/sandboxes",
         "GET /v1/sandboxes",
+        "POST /v1/sandboxes/batch",
         "GET /v1/sandboxes/{sandbox_id}",
+        "GET /v1/sandboxes/{sandbox_id}/wait",
         "GET /v1/sandboxes/{sandbox_id}/stats",
         "DELETE /v1/sandboxes/{sandbox_id}",
         "POST /v1/sandboxes/{sandbox_id}/run",
@@ -174,6 +190,9 @@ async def test_the_document_names_every_route(http: httpx2.AsyncClient) -> None:
         "POST /v1/sandboxes/{sandbox_id}/shells/{shell_id}/run",
         "POST /v1/sandboxes/{sandbox_id}/shells/{shell_id}/interrupt",
         "GET /v1/sandboxes/{sandbox_id}/shells/{shell_id}/commands/{command_id}",
+        "POST /v1/sandboxes/{sandbox_id}/terminals",
+        "GET /v1/sandboxes/{sandbox_id}/terminals",
+        "DELETE /v1/sandboxes/{sandbox_id}/terminals/{terminal_id}",
         "POST /v1/sandboxes/{sandbox_id}/reset",
         "POST /v1/sandboxes/{sandbox_id}/snapshot",
         "POST /v1/sandboxes/{sandbox_id}/fork",
@@ -192,10 +211,23 @@ async def test_the_document_names_every_route(http: httpx2.AsyncClient) -> None:
         "GET /v1/pools",
         "GET /v1/sandboxes/{sandbox_id}/files",
         "PUT /v1/sandboxes/{sandbox_id}/files",
+        "POST /v1/sandboxes/{sandbox_id}/files",
+        "PATCH /v1/sandboxes/{sandbox_id}/files",
+        "DELETE /v1/sandboxes/{sandbox_id}/files",
+        "GET /v1/sandboxes/{sandbox_id}/files/stat",
+        "GET /v1/sandboxes/{sandbox_id}/files/list",
+        "GET /v1/sandboxes/{sandbox_id}/files/glob",
+        "GET /v1/sandboxes/{sandbox_id}/files/find",
+        "GET /v1/sandboxes/{sandbox_id}/files/watch",
+        "PUT /v1/sandboxes/{sandbox_id}/files/directory",
+        "POST /v1/sandboxes/{sandbox_id}/files/move",
+        "GET /v1/sandboxes/{sandbox_id}/tree",
         "POST /v1/sandboxes/{sandbox_id}/routes/{port}",
         "GET /v1/capabilities",
         "GET /v1/ledger",
         "GET /healthz",
+        "GET /readyz",
+        "GET /metrics",
     }
     assert {"SandboxSpec", "Run", "RunResult", "Info", "Upstream", "Capability"} <= set(
         document["components"]["schemas"]

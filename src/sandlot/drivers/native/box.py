@@ -14,7 +14,7 @@ import os
 import posixpath
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from typing import Any
 
 from sandlot.aio import deadline, for_a_while_alone, shielded
 from sandlot.api import Change, Ending, ImageConfig, Limits, SandboxSpec, Stats
-from sandlot.drivers.base import Adopted, Death, Exit, Hold, Keeping, Spawn
+from sandlot.drivers.base import Adopted, Death, Exit, Hold, Keeping, Look, More, Spawn
 from sandlot.drivers.images import Image
 from sandlot.drivers.native.cgroup import BoxGroup, Cgroups, RunGroup
 from sandlot.drivers.native.changes import changes_over
@@ -31,7 +31,7 @@ from sandlot.drivers.native.ids import RANGE, HostIds, SubIds
 from sandlot.drivers.native.keep import Record
 from sandlot.drivers.native.plan import Plan
 from sandlot.drivers.native.trees import file_system, kernel, map_owners, open_tree
-from sandlot.drivers.native.wire import KILL_ONLY_ITSELF, Answer, Channel, Frame, Key, Value
+from sandlot.drivers.native.wire import KILL_ONLY_ITSELF, Answer, Channel, Flag, Frame, Key, Operation, Value
 from sandlot.errors import Conflict, HostFault, InvalidRequest, NotFound, StartFailed, Unsupported
 
 # Answers of the helper take well under a millisecond.
@@ -116,6 +116,24 @@ class NativeProcess:
                 await self._box._ask(Frame.KILL, "killing a command", [(Key.RUN, self.run_id), (Key.FLAGS, flags)])
         if self._group is not None:
             self._group.kill()
+
+    async def hold(self, more: Hold) -> Callable[[], None]:
+        box = self._box
+        if self.run_id not in box._held:  # nobody will come for it
+            return _nothing
+        channel = box._open_channel()
+        request_id, answer = channel.ask_soon()
+        channel.send(Frame.HOLD, request_id, [(Key.RUN, self.run_id), (Key.NOTE, more.note)], more.fds)
+        box._held.add(request_id)
+        try:
+            async with deadline(REQUEST_SECONDS, f"holding descriptors in sandbox {box.id}"):
+                number = (await answer).number(Key.ERRNO) or 0
+            if number:
+                raise OSError(number, os.strerror(number))
+        except BaseException:
+            box._release(request_id)
+            raise
+        return partial(box._release, request_id)
 
     async def release(self) -> None:
         self._box._release(self.run_id)
@@ -290,6 +308,75 @@ class NativeBox:
         if number:
             raise OSError(number, os.strerror(number), posixpath.join(path, answer.words()))
 
+    async def look(self, what: Look, out: int) -> None:
+        fields: list[tuple[Key, Value]] = []
+        if what.pattern is not None:
+            fields.append((Key.PATTERN, what.pattern))
+        if what.text is not None:
+            fields.append((Key.TEXT, what.text))
+        flags = Flag.FOLLOW * what.follow | Flag.CONTENTS * what.contents
+        flags |= Flag.REGEX * what.regex | Flag.ANY_CASE * what.any_case
+        await self._files(Operation.LOOK, "looking at", what.path, flags, fields, out)
+
+    async def store(self, path: str, source: int, mode: int = 0o644, append: bool = False) -> None:
+        await self._files(
+            Operation.STORE, "writing", path, Flag.APPEND * append, [(Key.MODE, mode)], source, finish=True
+        )
+
+    async def make_directory(self, path: str, mode: int = 0o755, parents: bool = False) -> None:
+        await self._files(Operation.MAKE, "making", path, Flag.DEEP * parents, [(Key.MODE, mode)], finish=True)
+
+    async def move(self, path: str, to: str, replace: bool = False) -> None:
+        await self._files(Operation.MOVE, "moving", path, Flag.REPLACE * replace, [(Key.TO, to)], finish=True)
+
+    async def remove(self, path: str, deep: bool = False) -> None:
+        await self._files(Operation.REMOVE, "removing", path, Flag.DEEP * deep, finish=True)
+
+    async def change_file(
+        self, path: str, mode: int | None = None, user: int | None = None, group: int | None = None
+    ) -> None:
+        asked = ((Key.MODE, mode), (Key.USER, user), (Key.GROUP, group))
+        fields: list[tuple[Key, Value]] = [(key, value) for key, value in asked if value is not None]
+        await self._files(Operation.CHANGE, "changing", path, fields=fields, finish=True)
+
+    async def watch(self, path: str, out: int, deep: bool = False) -> None:
+        await self._files(Operation.WATCH, "watching", path, Flag.DEEP * deep, pipe=out, seconds=None)
+
+    async def _files(
+        self,
+        operation: Operation,
+        doing: str,
+        path: str,
+        flags: int = 0,
+        fields: Sequence[tuple[Key, Value]] = (),
+        pipe: int | None = None,
+        *,
+        seconds: float | None = COPY_SECONDS,
+        finish: bool = False,
+    ) -> None:
+        """One request about files. What is to `finish` does, whether or not somebody waits for it."""
+        asked: list[tuple[Key, Value]] = [(Key.OPERATION, operation), (Key.PATH, path), (Key.FLAGS, flags), *fields]
+        fds = [] if pipe is None else [pipe]
+        try:
+            if not path.startswith("/"):
+                raise ValueError
+            answer = await self._work(Frame.FILES, f"{doing} {path}", fds, asked, seconds=seconds, finish=finish)
+        except ValueError:  # a NUL in it, or what is no letter
+            raise InvalidRequest(f"{path!r} is not an absolute path") from None
+        number = answer.number(Key.ERRNO) or 0
+        if number and Key.WORDS not in answer.fields:  # what did not come so far as to fail by itself
+            if number == errno.EAGAIN:
+                raise InvalidRequest(
+                    f"sandbox {self.id} is at its limit of processes: none is left for {doing} {path}",
+                    "raise its `pids` limit, or end some",
+                )
+            if number in (errno.EIO, errno.ENOMEM):
+                raise InvalidRequest(
+                    f"{doing} {path} in sandbox {self.id} took more memory than it has left", "raise its `memory` limit"
+                )
+        if number:
+            raise OSError(number, os.strerror(number), answer.words() or None)
+
     async def interrupt(self, terminal: int, number: int) -> None:
         with suppress(ProcessLookupError):
             await self._ask(Frame.SIGNAL, "signalling the foreground", [(Key.SIGNAL, number)], [terminal])
@@ -365,17 +452,29 @@ class NativeBox:
             os.close(tree)
 
     async def _work(
-        self, kind: Frame, what: str, fds: Sequence[int], fields: Sequence[tuple[Key, Value]] = ()
+        self,
+        kind: Frame,
+        what: str,
+        fds: Sequence[int],
+        fields: Sequence[tuple[Key, Value]] = (),
+        *,
+        seconds: float | None = COPY_SECONDS,
+        finish: bool = False,
     ) -> Answer:
-        """A request that takes a child of PID 1 as long as it takes; it is killed when nobody waits any more."""
+        """A request that takes a child of PID 1 as long as it takes; it is killed when nobody waits any more, unless it
+        is to `finish`."""
         channel = self._open_channel()
         request_id, waiting = channel.ask_soon()
-        channel.send(kind, request_id, fields, fds)
         try:
-            async with deadline(COPY_SECONDS, f"{what} in sandbox {self.id}"):
+            channel.send(kind, request_id, fields, fds)
+        except BaseException:
+            channel.never_mind(request_id)
+            raise
+        try:
+            async with deadline(seconds, f"{what} in sandbox {self.id}"):
                 return await waiting
         except BaseException:
-            if channel.open:
+            if channel.open and not finish:
                 channel.send(Frame.KILL, 0, [(Key.RUN, request_id), (Key.FLAGS, KILL_ONLY_ITSELF)])
             raise
 
@@ -496,6 +595,7 @@ class NativeBox:
             answer = await self._next(Frame.PID)
             self._know(answer.number(Key.PID) or 0)
             self._write_record(
+                starting=True,
                 id=self.id,
                 pid=self._pid,
                 base=self._base,
@@ -503,7 +603,7 @@ class NativeBox:
                 image=self.image.facts(),
                 cgroups=self.group.facts(),
                 limits=self.group.limits.model_dump(mode="json"),
-                losses=(),
+                losses=None,  # until it is whole: see `lose`
                 mounts=plan.mount_points,
                 host_network=plan.host_network,
                 routes={},
@@ -516,6 +616,7 @@ class NativeBox:
                 self._write_maps(trees, plan.sources)
             self._channel.send(Frame.MAPPED, 0, [])
             await self._next(Frame.READY)
+            self._reap_maker()
             self._lives = True
         except OSError as error:
             where = f" at {error.filename}" if error.filename else ""
@@ -544,16 +645,16 @@ class NativeBox:
             self._record.passed()
 
     def lose(self, losses: tuple[str, ...]) -> None:
-        """What it turned out not to get."""
+        """What it turned out not to get. With that it is whole: a record without it is of half a box, which no node
+        takes over."""
         self.losses = losses
-        if losses:
-            self._write_record(losses=losses)
+        self._write_record(starting=True, losses=losses)
 
-    def _write_record(self, **facts: Any) -> None:
+    def _write_record(self, *, starting: bool = False, **facts: Any) -> None:
         known = self._facts | facts
         try:
             if self._record is not None:
-                self._record.write(known)
+                self._record.write(known, starting)
         except OSError as error:
             raise HostFault(
                 f"the record of sandbox {self.id} cannot be written: {error.strerror}", "is the disk full?"
@@ -565,7 +666,7 @@ class NativeBox:
         """A box whose node has died. Raises OSError, HostFault when it dies meanwhile."""
         image = Image.restored(facts["image"])
         box = cls(facts["id"], image, BoxGroup.restored(facts["cgroups"]), cgroups, record=record)
-        found = Adopted(box, facts["note"], [], [])
+        found = Adopted(box, facts["note"], [], [], [])
         try:
             box._facts = facts
             box._base, box._oom_seen = facts["base"], facts["oom"]
@@ -588,11 +689,7 @@ class NativeBox:
             if box._pidfd >= 0:
                 os.close(box._pidfd)
             box.group.close()
-            for _, _, fds in found.runs:
-                for fd in fds:
-                    os.close(fd)
-            for listener, _, _ in found.listeners:
-                listener.close()
+            found.close()
             raise
         return found
 
@@ -602,11 +699,16 @@ class NativeBox:
         if port is not None:
             found.listeners.append((self._socket(answer), port, self._facts["routes"].get(str(port), "")))
             return
+        self._held.add(answer.id)
+        run = answer.number(Key.RUN)
+        if run is not None:
+            release = partial(self._release, answer.id)
+            found.more.append(More(self._processes[run], note, tuple(answer.fds), release))
+            return
         name, _, note = note.partition("\n")
         process = NativeProcess(self, self.group.restored_run(name))
         process.run_id, process.pid = answer.id, answer.number(Key.PID) or 0
         self._processes[answer.id] = process
-        self._held.add(answer.id)
         found.runs.append((process, note, tuple(answer.fds)))
 
     async def _next(self, expected: Frame) -> Answer:
@@ -626,13 +728,13 @@ class NativeBox:
         return answer
 
     def _know(self, pid: int) -> None:
-        """PID 1 is a child of this process (CLONE_PARENT); the process that made it is done and is reaped here."""
+        """PID 1 is a child of this process (CLONE_PARENT)."""
         self._pid = pid
-        self._reap_maker()
         if self._channel is not None and not self._channel.open:
             self._going()  # it was gone before it was known
 
     def _reap_maker(self) -> None:
+        """The process that made PID 1, which has been gone since: here nobody waits for it."""
         maker, self._maker = self._maker, 0
         if maker:
             with suppress(ChildProcessError):
@@ -660,10 +762,10 @@ class NativeBox:
                 ("uid_map", f"0 {os.geteuid()} 1"),
             ):
                 with suppress(PermissionError):  # newgidmap may have worked where newuidmap did not
-                    Path(proc, name).write_text(value)
+                    _write(f"{proc}/{name}", value)
             return
-        Path(proc, "uid_map").write_text(f"0 {self._base} {RANGE}")
-        Path(proc, "gid_map").write_text(f"0 {self._base} {RANGE}")
+        _write(f"{proc}/uid_map", f"0 {self._base} {RANGE}")
+        _write(f"{proc}/gid_map", f"0 {self._base} {RANGE}")
         if kernel() < (5, 11):
             raise StartFailed(
                 "a sandbox could not be made: overlay: before Linux 5.11 it opens no file whose owner is nobody inside",
@@ -783,6 +885,7 @@ class NativeBox:
 
     def _settle(self, death: Death) -> None:
         """The one place where a box gives back what it holds."""
+        self._reap_maker()
         if self._channel is not None:
             self._channel.close()
         for process in self._processes.values():
@@ -808,6 +911,10 @@ def _succeeded(answer: Answer, what: str) -> Answer:
     return answer
 
 
+def _nothing() -> None:
+    """Nothing was held."""
+
+
 async def _result(task: asyncio.Task[bytes]) -> bytes:
     return await task
 
@@ -820,3 +927,8 @@ def _read_all(fd: int) -> bytes:
             if len(kept) <= MOST_LISTED:
                 kept += chunk
     return bytes(kept)
+
+
+def _write(path: str, value: str) -> None:
+    with open(path, "w") as file:  # noqa: PTH123  (see cgroup.py on paths with a number or name of a box)
+        file.write(value)

@@ -18,7 +18,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from sandlot.aio import deadline, shielded
 from sandlot.api import (
@@ -108,6 +108,31 @@ def _kill(record: Record, pid: int) -> None:
                 signal.pidfd_send_signal(target, signal.SIGKILL)
         finally:
             os.close(target)
+
+
+def _is_nobodys(facts: dict[str, Any]) -> bool:
+    """Whether no caller was told of the box: it is parked, or its node died before it was whole."""
+    return facts["parked"] or facts["losses"] is None
+
+
+def _reap(pid: int) -> None:
+    """A PID 1 that is dead or dying, where it is a child of this process: of a server that started itself anew."""
+
+    def reap() -> bool:
+        with suppress(ChildProcessError):
+            return os.waitpid(pid, os.WNOHANG)[0] == pid
+        return True
+
+    if reap():
+        return
+    loop, watch = asyncio.get_running_loop(), os.pidfd_open(pid)
+
+    def ended() -> None:
+        loop.remove_reader(watch)
+        os.close(watch)
+        reap()
+
+    loop.add_reader(watch, ended)
 
 
 def _held(spec: SandboxSpec) -> int:
@@ -352,7 +377,9 @@ class NativeDriver:
             if not record.alive():
                 record.remove()
             return None
-        if record.alive():
+        if facts["losses"] is None and record.alive():
+            _kill(record, facts["pid"])
+        elif record.alive():
             try:
                 async with deadline(ADOPT_SECONDS, f"taking over sandbox {facts['id']}"):
                     found = await NativeBox.adopted(facts, record, self.cgroups)
@@ -364,8 +391,9 @@ class NativeDriver:
                     return found
                 await found.box.destroy(Ending.DRAINED)
                 return None
+        _reap(facts["pid"])
         ending = {"lifetime": Ending.LIFETIME, "orphaned": Ending.ORPHANED}.get(record.last_word(), Ending.HELPER_DIED)
-        if not facts["parked"]:
+        if not _is_nobodys(facts):
             return Remains(facts["note"], Death(ending), record.remove)
         record.remove()
         return None
@@ -672,7 +700,7 @@ class NativeDriver:
         """Remove what boxes of a dead node left behind: their cgroups. The rest went with their processes."""
         for record in records(directory / "boxes"):
             facts = record.facts()
-            if record.alive() and not (facts is not None and facts["parked"]):
+            if record.alive() and not (facts is not None and _is_nobodys(facts)):
                 return False
         await asyncio.to_thread(cgroup.sweep, directory)
         return True

@@ -10,8 +10,10 @@ import resource
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 from sandlot.api import Profile, SandboxSpec
+from sandlot.drivers.base import PTYS
 from sandlot.drivers.images import Image
 from sandlot.drivers.native import seccomp
 from sandlot.drivers.native.wire import Key, Value
@@ -57,9 +59,6 @@ CAPABILITIES = {
 # Where programs read who resolves names.
 RESOLVER = "/etc/resolv.conf"
 
-# The host has 4,096 pseudo terminals in all, of which 1,024 are reserved; one box must not take them all.
-TERMINALS = 64
-
 # Devices that programs expect. mknod is impossible in a user namespace, so the host's own are bound.
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 # Where the kernel's own file systems are mounted.
@@ -101,6 +100,7 @@ class Step:
     flags: int = 0
     slot: int = -1
 
+    @lru_cache(maxsize=1024)  # noqa: B019  (steps are values, and most are those of every box)
     def pack(self) -> bytes:
         strings = (self.source, self.target, self.text, self.data)
         return struct.pack("=IiQ", self.kind, self.slot, self.flags) + b"".join(s.encode() + b"\0" for s in strings)
@@ -209,7 +209,7 @@ def make_plan(spec: SandboxSpec, image: Image, host: Host) -> Plan:
             "devpts",
             f"{stage}/dev/pts",
             "devpts",
-            f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}",
+            f"newinstance,ptmxmode=0666,mode=0620,max={PTYS}",
             _MS_NOSUID | _MS_NOEXEC,
         ),
         Step(Do.SYMLINK, "pts/ptmx", f"{stage}/dev/ptmx"),

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 from sandlot.aio import alone, shared
 from sandlot.errors import HostFault
@@ -36,6 +36,8 @@ class Frame(IntEnum):
     CLAIM = 12
     DISK = 13
     UNPACK = 14
+    FILES = 15
+    HOLD = 16
     PID = 100
     READY = 101
     DONE = 102
@@ -79,6 +81,35 @@ class Key(IntEnum):
     PID = 35
     BYTES = 36
     FILES = 37
+    OPERATION = 38
+    TO = 39
+    GROUP = 40
+    PATTERN = 41
+    TEXT = 42
+
+
+class Operation(IntEnum):
+    """Of FILES."""
+
+    LOOK = 1
+    STORE = 2
+    MAKE = 3
+    MOVE = 4
+    REMOVE = 5
+    CHANGE = 6
+    WATCH = 7
+
+
+class Flag(IntFlag):
+    """Of FILES."""
+
+    FOLLOW = 1
+    CONTENTS = 2
+    REGEX = 4
+    ANY_CASE = 8
+    APPEND = 16
+    REPLACE = 32
+    DEEP = 64
 
 
 _HEADER = struct.Struct("=III")
@@ -183,7 +214,7 @@ class Channel:
             raise HostFault("the sandbox's helper is gone")
         data = memoryview(pack(kind, request_id, fields))
         if len(data) - _HEADER.size > FRAME_MAX:
-            raise HostFault(f"a request of {len(data)} bytes is larger than the helper takes ({FRAME_MAX})")
+            raise ValueError(f"they are {len(data)} bytes, and a helper takes {FRAME_MAX}")
         if self._unsent:
             self._unsent.append((data, [os.dup(fd) for fd in fds]))
             return
@@ -208,6 +239,10 @@ class Channel:
         answer: asyncio.Future[Answer] = self._loop.create_future()
         self._waiting[request_id] = answer
         return request_id, answer
+
+    def never_mind(self, request_id: int) -> None:
+        """Of `ask_soon`, when nothing could be asked."""
+        self._waiting.pop(request_id, None)
 
     async def started(self) -> Answer:
         """The next frame of the start: PID, READY or FAILED."""

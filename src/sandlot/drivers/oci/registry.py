@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import ipaddress
 import json
 import re
-import socket
 import ssl
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -26,7 +24,7 @@ from urllib.parse import urljoin
 
 import httpx2
 
-from sandlot.aio import deadline
+from sandlot.drivers import public
 from sandlot.drivers.base import Progress
 from sandlot.drivers.layers import Room
 from sandlot.drivers.oci import hosts, logins, manifest
@@ -48,7 +46,7 @@ from sandlot.errors import (
 T = TypeVar("T")
 
 # Seconds: to reach a host, and between two pieces of what it sends.
-_CONNECT_SECONDS, _SILENCE_SECONDS, _LOOKUP_SECONDS = 10.0, 30.0, 10.0
+_CONNECT_SECONDS, _SILENCE_SECONDS = 10.0, 30.0
 # Blobs at a time: more share the same line, and each more costs a registry a connection.
 _AT_ONCE = 3
 # How often in a row something is tried that fails in passing, and how long is waited between (seconds): 0.25, 0.5, 1 …
@@ -64,8 +62,6 @@ _WORD = re.compile(r"""([^\s,="]+)(?:\s*(=)\s*("(?:[^"\\]|\\.)*"|[^\s,"]*))?""")
 
 _PORTS = {"http": 80, "https": 443}
 _MOST_PORT = 65_535
-# Networks whose addresses lead to those of another one, which stand in them.
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class _Passing(Exception):
@@ -90,8 +86,8 @@ class Registry:
                 f"who runs it can allow it: `sandlot serve --allow-registry {reference.host}`",
             )
         named = (place.host for place in self._places if place.named_here)
-        public = None if allowed is None else frozenset(hosts.split(each) for each in (*allowed, *named))
-        self._connections = _Connections(public)
+        asked = None if allowed is None else frozenset(hosts.split(each) for each in (*allowed, *named))
+        self._connections = _Connections(asked)
         self._speakers = {place: _Speaker(place, self._connections) for place in self._places}
         self._fetching: list[asyncio.Task[BinaryIO]] = []
         self.blobs: tuple[Blob, ...] = ()
@@ -532,30 +528,17 @@ class _Connections:
 
 async def _public_address(host: str) -> str:
     """An address of a host that anybody on the internet could reach. Raises Denied, `_Passing` (no such host)."""
-    loop = asyncio.get_running_loop()
+
+    def refusal(address: str) -> Denied:
+        return Denied(
+            f"this server asks no registry that is not public, and {host} is at {address}",
+            f"who runs it can allow it: `sandlot serve --allow-registry {host}`",
+        )
+
     try:
-        async with deadline(_LOOKUP_SECONDS, f"looking up {host}"):
-            found = await loop.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise _Passing(Unreachable(f"there is no host {host}: {error.strerror}")) from error
-    addresses = [ipaddress.ip_address(each[4][0]) for each in found]
-    for address in addresses:
-        if not _is_public(address):
-            raise Denied(
-                f"this server asks no registry that is not public, and {host} is at {address}",
-                f"who runs it can allow it: `sandlot serve --allow-registry {host}`",
-            )
-    return str(addresses[0])
-
-
-def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour
-        if address in _NAT64:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if address.is_site_local or (inner is not None and not _is_public(inner)):
-            return False
-    return address.is_global and not address.is_multicast
+        return await public.address_of(host, refusal)
+    except Unreachable as error:
+        raise _Passing(error) from error
 
 
 def _trusted() -> ssl.SSLContext:

@@ -328,7 +328,7 @@ async def test_the_cgroups_of_a_box_that_lives_are_left_alone(node: Start) -> No
     (adopted,), _, driver = await dead.adopt()
     box = adopted.box
     assert isinstance(box, NativeBox)
-    assert [path for path in box.group.directories if not path.is_dir()] == []
+    assert [path for path in box.group.directories if not Path(path).is_dir()] == []
     assert (await sh(box, "echo works"))[1] == "works\n"
     for _, _, fds in adopted.runs:
         os.close(fds[0])

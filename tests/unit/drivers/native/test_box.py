@@ -418,7 +418,7 @@ async def test_runs_that_are_cut_short_leave_no_cgroup_behind(boxes: Boxes) -> N
         await asyncio.gather(running, return_exceptions=True)
     await sh(box, "true")
     await sh(box, "true")
-    assert len(list(box.group.runs.glob("run-*"))) <= 1
+    assert len(list(Path(box.group.runs).glob("run-*"))) <= 1
 
 
 async def test_a_value_that_the_kernel_does_not_take_is_refused_if_it_was_asked_for(boxes: Boxes) -> None:
@@ -461,7 +461,7 @@ def test_controllers_that_are_mounted_in_one_place_share_a_directory(tmp_path: P
     groups._parents = {"cpu": tmp_path, "pids": tmp_path}
     groups.controllers = {"cpu": "v1", "pids": "v1"}
     made = groups.make("box", Limits(pids=50))
-    assert made.directories == [tmp_path / "box"]
+    assert made.directories == [str(tmp_path / "box")]
     assert (tmp_path / "box" / "pids.max").read_text() == "50"
     assert made.kept == {"cpu", "pids"}
 

@@ -18,7 +18,7 @@ import pytest
 
 from sandlot.drivers.native.driver import HELPER
 from sandlot.drivers.native.plan import Do, Step
-from sandlot.drivers.native.wire import Frame, Key, Value, pack
+from sandlot.drivers.native.wire import Frame, Key, Operation, Value, pack
 from tests.support.native import Boxes, sh
 
 
@@ -93,6 +93,16 @@ async def test_a_bad_request_is_answered_and_the_box_lives_on(boxes: Boxes) -> N
         (Frame.OPEN, [(Key.PATH, "/etc/passwd"), (Key.PORT, 1)], errno.EBADMSG),
         (Frame.LISTEN, [(Key.PORT, 70_000)], errno.EINVAL),
         (Frame.KILL, [(Key.RUN, 12_345)], errno.ESRCH),
+        (Frame.FILES, [], errno.EBADMSG),
+        (Frame.FILES, [(Key.OPERATION, Operation.REMOVE)], errno.EBADMSG),
+        (Frame.FILES, [(Key.OPERATION, Operation.REMOVE), (Key.PATH, "tmp")], errno.EBADMSG),
+        (Frame.FILES, [(Key.OPERATION, 99), (Key.PATH, "/tmp")], errno.EBADMSG),
+        (Frame.FILES, [(Key.OPERATION, Operation.MOVE), (Key.PATH, "/tmp")], errno.EBADMSG),
+        (Frame.FILES, [(Key.OPERATION, Operation.LOOK), (Key.PATH, "/tmp")], errno.EBADMSG),  # without a pipe
+        (Frame.FILES, [(Key.OPERATION, Operation.STORE), (Key.PATH, "/tmp")], errno.EBADMSG),
+        (Frame.FILES, [(Key.OPERATION, Operation.WATCH), (Key.PATH, "/tmp")], errno.EBADMSG),
+        (Frame.FILES, [(Key.OPERATION, Operation.MAKE), (Key.PATH, "/tmp/" + "x" * 5000)], errno.ENAMETOOLONG),
+        (Frame.FILES, [(Key.OPERATION, Operation.MAKE), (Key.PATH, "/tmp"), (Key.PORT, 1)], errno.EBADMSG),
         (Frame.PLAN, [], errno.EBADMSG),
         (Frame.EXITED, [(Key.STATUS, 1)], errno.EBADMSG),
     ]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from sandlot.api import LayerProgress
+from sandlot.drivers import public
 from sandlot.drivers.base import Progress
 from sandlot.drivers.oci import registry as client
 from sandlot.drivers.oci.manifest import Blob
@@ -150,9 +151,9 @@ async def test_one_port_of_a_host_is_not_another(tmp_path: Path) -> None:
 
 def test_no_address_leads_around_to_one_that_is_not_public() -> None:
     for address in ("fec0::1", "64:ff9b::a00:1", "2002:a00:1::", "::ffff:10.0.0.1", "fc00::1", "fe80::1", "224.0.0.1"):
-        assert not client._is_public(ipaddress.ip_address(address)), address
+        assert not public.is_public(ipaddress.ip_address(address)), address
     for address in ("1.1.1.1", "2606:4700::1111", "64:ff9b::101:101"):
-        assert client._is_public(ipaddress.ip_address(address)), address
+        assert public.is_public(ipaddress.ip_address(address)), address
 
 
 async def fetch(host: str, blob: Blob, folder: Path) -> bytes:
@@ -209,7 +210,7 @@ def settings(monkeypatch: pytest.MonkeyPatch, file: Path, location: str, *mirror
 async def test_a_mirror_whose_name_takes_too_long_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_LOOKUP_SECONDS", 0.0)
+    monkeypatch.setattr(public, "_LOOKUP_SECONDS", 0.0)
     with Front("", lambda path, _: Said(body=MANIFEST)) as front:
         redirects = {"Location": "https://slow.invalid/x"}
         with Front("", lambda path, _: Said(307, redirects, b"")) as mirror:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-FIND = Path(__file__).parents[3] / "recipes" / "find"
+FIND = Path(__file__).parents[2] / "recipes" / "find"
 RECIPE = f"""
 folder = "{FIND}"
 checkpoint_seconds = 0

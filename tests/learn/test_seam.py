@@ -16,7 +16,7 @@ import pytest
 
 from sandlot.client import HttpNode
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 # Sampling and learning in turns: what is learned then depends on no clock.
 RECIPE = f"""
 folder = "{RECIPES}/find"

@@ -1,0 +1,1 @@
+"""Sandlot inside other frameworks: a module for each, which that framework finds and loads."""
